@@ -1,11 +1,11 @@
-"""ADE20K's 150 classes, and what is laid out as they are: pairs of an image and a label map.
+"""Readers of semantic segmentation data in the layout of ADE20K's 150 classes: pairs of an image and a label map.
 
     <root>/images/{training,validation}/<stem>.jpg      <root>/annotations/{training,validation}/<stem>.png
     <root>/objectInfo150.txt: a heading and then a line for each class, with its name in the last column
 
-One's own set may have classes.txt in its place: a line for each class, which is its name.
+A user's own set may list its classes in classes.txt instead, one name a line.
 
-A label map has 8 bits: 0 where nothing is labelled, and 1..K for the classes.
+A label map is an 8-bit image: 0 where nothing is labelled, and 1..K for the classes.
 """
 
 import os
@@ -21,18 +21,19 @@ from .tree import list_images, record_folder
 
 FOLDERS = {"train": "training", "val": "validation", "tune": "tuning", "test": "testing"}
 RELEASE = "take ADEChallengeData2016.zip of the MIT Scene Parsing Benchmark, or correct your own files (docs/data.md)"
-CLASSES_FILE = "classes.txt"  # of one's own set
+CLASSES_FILE = "classes.txt"  # in a user's own set, instead of objectInfo<K>.txt
 _SURVEYED = 500  # pairs, enough for the share of each class
 
 
 class AdePairs:
-    """One split, in the order of the names. Pairs are read at their own size and not changed.
+    """Image and label map pairs of one split, sorted by file name. They are read at their own size.
 
     Args:
-        root, split: ADEChallengeData2016, or the folder that holds it; see `Kind.splits`.
-        report: takes what is wrong, and may raise it as a UserError: a folder or the list of classes that is missing,
-            an image or a label map that is empty or has no partner, two of one stem, a split without images; warnings
-            for files that are not images.
+        root, split: ADEChallengeData2016 or the folder that holds it, and one of `Kind.splits`.
+        report: receives the findings, and may raise an error as UserError. Errors: a missing folder or list of classes,
+            an image or label map that is empty or has no partner, two files of one stem, a split without images.
+            Warnings: files that are not images.
+        max_pixels: largest number of pixels of an image that is read.
     """
 
     def __init__(self, root: Path, split: str, report: Reporter = RAISE_FIRST, *, max_pixels: int = MAX_PIXELS):
@@ -48,33 +49,33 @@ class AdePairs:
             report.errors(single, RELEASE)
         images, labels = images or {}, labels or {}
         pairs = sorted((images[stem], labels[stem]) for stem in images.keys() & labels.keys())
-        # arrays, since lists would be copied into every worker process page by page
+        # byte arrays: the reference counts of a list of strings would make every forked worker copy its memory pages
         self._names = tuple(np.array([os.fsencode(pair[part]) for pair in pairs], dtype=np.bytes_) for part in (0, 1))
 
     def __len__(self) -> int:
         return len(self._names[0])
 
     def name(self, index: int) -> str:
-        """The image's file name."""
+        """Return the file name of an image."""
         return self.paths(index)[0].name
 
     def paths(self, index: int) -> tuple[Path, Path]:
-        """The files of a pair: image and label map."""
+        """Return the paths of a pair: (image, label map)."""
         image, label = (os.fsdecode(names[index]) for names in self._names)
         return self._images / image, self._labels / label
 
     def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Image (H, W, 3) uint8 and label map (H, W) uint8 with values 0..K; see `read_pair`."""
+        """Read a pair: image (H, W, 3) uint8 and label map (H, W) uint8 with values 0..K; see `read_pair`."""
         return read_pair(*self.paths(index), len(self.classes), self._max_pixels)
 
 
 def read_pair(
     image_path: Path, label_path: Path, num_classes: int, max_pixels: int = MAX_PIXELS
 ) -> tuple[np.ndarray, np.ndarray]:
-    """An image (H, W, 3) uint8, red first, and its label map (H, W) uint8 with values 0..num_classes.
+    """Read an image (H, W, 3) uint8 in RGB order, and its label map (H, W) uint8 with values 0..num_classes.
 
     Raises:
-        UserError: as `read_labelled`, and a label above `num_classes`.
+        UserError: as `read_labelled`, or a label above `num_classes`.
     """
     image, labels = read_labelled(image_path, label_path, max_pixels)
     if labels.max() > num_classes:
@@ -87,10 +88,10 @@ def read_pair(
 
 
 def survey(pairs: AdePairs) -> tuple[np.ndarray, np.ndarray]:
-    """The sizes of at most 500 pairs, evenly chosen, and how many of their pixels each class has; raises as `read_pair`.
+    """Measure the image sizes and the pixels per class of at most 500 evenly spaced pairs; raises as `read_pair`.
 
     Returns:
-        (N, 2) int64, height and width in pixels; (K,) int64.
+        (N, 2) int64, height and width in pixels; (K,) int64, the pixels of each class, without the unlabelled ones.
     """
     sizes, counts = [], np.zeros(len(pairs.classes) + 1, dtype=np.int64)
     for place in np.linspace(0, len(pairs) - 1, min(len(pairs), _SURVEYED)).astype(int).tolist():
@@ -101,27 +102,32 @@ def survey(pairs: AdePairs) -> tuple[np.ndarray, np.ndarray]:
 
 
 def read_classes(root: Path, splits: Sequence[str], report: Reporter = RAISE_FIRST) -> tuple[str, ...]:
-    """The names of the classes 1..K; judges the pairs of these splits, and raises UserError as `AdePairs` does."""
+    """Read the names of the classes 1..K and check the pairs of `splits`; raises UserError as `AdePairs` does."""
     return [AdePairs(root, split, report).classes for split in splits][-1]
 
 
 def find_base(root: Path) -> Path:
-    """ADEChallengeData2016, whether it is `root` or lies in it."""
+    """Return the folder ADEChallengeData2016: `root` itself, or the folder of this name in it."""
     inside = root / "ADEChallengeData2016"
     return inside if inside.is_dir() else root
 
 
 def list_folders(root: Path, split: str, prefix: str, with_contents: bool) -> list[Folder]:
-    """The folders of images and of label maps of a split.
+    """Record the folders of images and of label maps of a split.
 
-    `prefix` begins their names in the manifest; every file is read if contents count too.
+    Args:
+        prefix: put before the folders' names in the manifest.
+        with_contents: whether the hashes cover the files' contents, which reads every file.
     """
     base, names = find_base(root), [f"{part}/{FOLDERS[split]}" for part in ("images", "annotations")]
     return [Folder(prefix + name, base / name, record_folder(base / name, with_contents)) for name in names]
 
 
 def _read_names(base: Path, report: Reporter) -> tuple[str, ...]:
-    """The names of classes 1..K from objectInfo<K>.txt or classes.txt; none where reading goes on after an error."""
+    """Read the names of classes 1..K from objectInfo<K>.txt or classes.txt.
+
+    Returns () after an error that `report` lets pass.
+    """
     files = sorted(base.glob("objectInfo*.txt"))
     if not files and (base / CLASSES_FILE).is_file():
         return _read_own(base / CLASSES_FILE, report)
@@ -158,7 +164,7 @@ def _read_own(file: Path, report: Reporter) -> tuple[str, ...]:
 
 
 def _read_lines(file: Path, report: Reporter) -> list[str] | None:
-    """The lines of a text in UTF-8, with a byte order mark or without; None where it is no such text."""
+    """Read the lines of a UTF-8 text, with or without a byte order mark; report any other file and return None."""
     try:
         if "\0" not in (text := file.read_bytes().decode("utf-8-sig")):
             return text.splitlines()
@@ -170,7 +176,7 @@ def _read_lines(file: Path, report: Reporter) -> list[str] | None:
 
 
 def _list_stems(folder: Path, report: Reporter) -> dict[str, str] | None:
-    """Stem -> file name of the images in a folder; None where there is no folder."""
+    """Map the stem of each image in a folder to its file name; None where the folder is missing."""
     if (names := list_images(folder, report, RELEASE)) is None:
         return None
     found: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""The members of a tar archive as the files that tar would unpack, each with its place in the archive."""
+"""Images in an uncompressed tar archive, found by their byte offset and named as if the archive were unpacked."""
 
 import os
 import tarfile
@@ -9,25 +9,29 @@ from .findings import Reporter
 from .kinds import OWN_KINDS, Kind, list_wnids
 from .pictures import EXTENSIONS, is_left_out, is_picture, may_be_picture
 
-_MOST_LINKS = 40  # as many as Linux follows
+_MOST_LINKS = 40  # Linux' limit on symbolic links in one path
 
 
 def list_members(path: Path, report: Reporter, kind: Kind, others: list[str]) -> Iterator[tuple[str, bytes, int, int]]:
-    """(class, file name, bytes, first byte) of each image of an archive, as if it were unpacked.
+    """Yield (class, file name, size in bytes, byte offset) of each image in an archive, as if it were unpacked.
 
-    `report` takes what is wrong; `others` takes the names of files that may be pictures and are not read.
+    Args:
+        report: receives the findings.
+        others: is extended by the names of files that may be pictures and are not read.
     """
     suffixes = kind.suffixes or EXTENSIONS
-    # name -> first byte and bytes, or where a link leads; a later member of a name replaces an earlier one
+    # name -> (byte offset, size), or the target of a link; a later member replaces an earlier one of the same name, as
+    # when tar unpacks it
     files: dict[str, tuple[int, int] | str] = {}
     unfit: list[tuple[str, str]] = []
     try:
-        with tarfile.open(path, "r:") as archive:  # uncompressed, since compressed archives cannot be read by place
+        with tarfile.open(path, "r:") as archive:  # uncompressed only: a compressed archive has no byte offsets
             for member in archive:
                 name = _clean(member.name)
                 if member.issym():
                     files[name] = os.path.normpath(os.path.join(os.path.dirname(name), member.linkname))
                 elif member.islnk():
+                    # a hard link keeps the bytes of the earlier member, even where a later one replaces that name
                     files[name] = files.get(_clean(member.linkname), member.linkname)
                 elif member.isfile() and not _has_holes(member):
                     files[name] = member.offset_data, member.size
@@ -48,10 +52,11 @@ def list_members(path: Path, report: Reporter, kind: Kind, others: list[str]) ->
     kept = {name: place for name, place in whole.items() if not is_left_out(name)}
     images = {name: place for name, place in kept.items() if is_picture(name, suffixes)}
     others += [name for name in kept if name not in images and may_be_picture(name)]
-    labels: dict[str, set[str]] = {}  # key -> classes
+    labels: dict[str, set[str]] = {}  # key -> names of classes
     for name in kept:
         if name.lower().endswith(".cls"):
             label = _read_label(kept[name], path, name, report, kind)
+            # a .cls may belong to one file (a.b.cls to a.b.jpg) or to WebDataset's key (a.cls to a.b.jpg)
             for key in {os.path.splitext(name)[0], _key(name)}:
                 labels.setdefault(key, set()).add(label)
     beside = {_key(name) for name in kept.keys() - images.keys()}
@@ -70,7 +75,7 @@ def list_members(path: Path, report: Reporter, kind: Kind, others: list[str]) ->
 
 
 def _read_label(place: tuple[int, int], path: Path, name: str, report: Reporter, kind: Kind) -> str:
-    """The class that a .cls file names by its index: a wnid, in a set of one's own the number with four digits."""
+    """Read the class index in a .cls file. Return its wnid, or in a user's own set the index as four digits."""
     with open(path, "rb") as stream:
         stream.seek(place[0])
         text = stream.read(place[1])
@@ -83,16 +88,16 @@ def _read_label(place: tuple[int, int], path: Path, name: str, report: Reporter,
 
 
 def _clean(name: str) -> str:
-    """A member's name as it is unpacked: below the folder, without `./`."""
+    """Return a member's name as tar unpacks it: a relative path without `./` or `..`."""
     return "/".join(part for part in os.path.normpath(name).split("/") if part not in ("", ".", ".."))
 
 
 def _key(name: str) -> str:
-    """WebDataset's key: the name up to the first dot of the file."""
+    """Return WebDataset's key of a member: its path up to the first dot of the file name."""
     folder, file = os.path.split(name)
     return os.path.join(folder, file.partition(".")[0])
 
 
 def _has_holes(member: tarfile.TarInfo) -> bool:
-    """Whether the bytes of a file do not follow one another in the archive."""
+    """Return whether a sparse file is stored in several pieces, so that one (offset, size) cannot address it."""
     return member.issparse() and [part for part in member.sparse if part[1]] != [(0, member.size)]

@@ -1,4 +1,4 @@
-"""Opening a prepared data set: its manifest, its folder, and the reader of its format."""
+"""Prepared data sets: a manifest, the folder that it describes, and the reader of its format."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -21,20 +21,19 @@ from .tree import Tree, scan_tree
 class DataCell:
     """A cell of `prepare_data:` whose manifest was written.
 
-    Each `open_*` compares the data set with the manifest first, and writes an embedded one that is missing. The readers
-    of dense formats are loaded by name, so that an edit in one leaves the code hash of a classifier's training as it
-    is; the user of one imports it.
+    Each `open_*` first compares the data set with the manifest, and writes an embedded data set that is missing.
+    Readers of dense formats are loaded by name: a classifier's training then imports none of them.
     """
 
     name: str
-    manifest_path: Path  # of the file on which every result from this data depends
+    manifest_path: Path  # every result from this data depends on this file
     manifest: Manifest
     root: Path  # the folder that holds the data set
-    max_pixels: int = Runtime.max_pixels  # of an image that is read
-    source: Path | None = None  # of the published files, where a missing set is written from them
+    max_pixels: int = Runtime.max_pixels  # largest image that is read
+    source: Path | None = None  # the published files, needed where the data set is missing and written from them
 
     def records(self, paths: Paths, device: str) -> Path:
-        """The folder of what was measured on this data outside the pipeline; of a set of one's own, no page reports it."""
+        """Return the folder for measurements outside the pipeline. No page reports those of a user's own set."""
         home = self.manifest_path.parents[1]  # results/own/<set>, or results/prepare_data
         return home / device if home.parent == paths.results / "own" else paths.replications(device)
 
@@ -45,12 +44,16 @@ class DataCell:
 
     @property
     def row(self) -> Kind:
-        """The row of its kind, with the splits that its manifest has."""
+        """The kind's row in the table, restricted to the splits in the manifest."""
         splits = tuple(split for split in SPLITS if split in self.manifest.splits)
         return dataclasses.replace(KINDS[self.kind], splits=splits)
 
     def open_tree(self) -> Tree:
-        """The images by class; raises UserError where they are not those of the manifest, or not sorted by class."""
+        """Open the images by class.
+
+        Raises:
+            UserError: the images differ from the manifest, or the kind is not sorted by class.
+        """
         row = self.row
         tree = scan_tree(self._find_part("folders"), row, tune=None if row.embedded else self.manifest.generated)
         folders = {split: tree.list_folders(split, row.compares_contents) for split in row.splits}
@@ -58,15 +61,18 @@ class DataCell:
         return dataclasses.replace(tree, max_pixels=self.max_pixels)
 
     def open_instances(self, split: str) -> Any:
-        """The annotated objects of a split in COCO's format; raises UserError where they are not those of the manifest."""
+        """Open a split's objects in COCO's format; raises UserError where they differ from the manifest."""
         return self._open("coco", "read_instances", split, boxes_as_masks=self.row.boxes_as_masks)
 
     def open_pairs(self, split: str) -> Any:
-        """A split's images and label maps in ADE20K's format; raises UserError where they are not the manifest's."""
+        """Open a split's images and label maps in ADE20K's format.
+
+        Raises UserError where they differ from the manifest.
+        """
         return self._open("ade20k", "AdePairs", split)
 
     def groups(self, tree: Tree) -> np.ndarray | None:
-        """(N,) a number per training image, equal for those of one batch; None where none are. See `TrainOrder`."""
+        """Return (N,) the group of each training image, for `TrainOrder`; None where the kind is not paired."""
         return np.unique(tree.splits["train"].names, return_inverse=True)[1] if self.row.paired else None
 
     def _open(self, part: Format, reader: str, split: str, **more: bool) -> Any:
@@ -76,7 +82,7 @@ class DataCell:
         return load_function(f"{part}.{reader}")(base, split, max_pixels=self.max_pixels, **more)
 
     def _find_part(self, part: Format) -> Path:
-        """Where the part of a format begins."""
+        """Return the folder of the part in a format; writes an embedded data set that is missing."""
         if part not in self.row.parts:
             kinds = " or ".join(kind.name for kind in KINDS.values() if part in kind.parts)
             raise UserError(
@@ -88,15 +94,19 @@ class DataCell:
 
 
 def manifest_path(paths: Paths, name: str) -> Path:
-    """Where the manifest of a cell, or of a set `KIND:PATH`, lies."""
+    """Return the path of the manifest of a cell, or of a set `KIND:PATH`."""
     if (own := parse_own(name)) is not None:
         return own_folder(paths, own) / "data" / "manifest.json"
     return paths.cell("prepare_data", name) / "manifest.json"
 
 
 def find_data_root(paths: Paths, runtime: Runtime, name: str, kind: str) -> Path:
-    """Where the data set of a cell lies: at `runtime.data_roots.<name>`, else at `runtime.data_roots.<kind>`; raises
-    UserError where there is neither. A set `KIND:PATH` says it itself.
+    """Return the folder of a cell's data set: `runtime.data_roots.<name>`, else `runtime.data_roots.<kind>`.
+
+    A set `KIND:PATH` names its own folder.
+
+    Raises:
+        UserError: runtime.data_roots has neither key.
     """
     if (own := parse_own(name)) is not None:
         return locate_own(paths, own)
@@ -108,17 +118,17 @@ def find_data_root(paths: Paths, runtime: Runtime, name: str, kind: str) -> Path
 
 
 def find_source(paths: Paths, runtime: Runtime, kind: Kind) -> Path | None:
-    """The folder of the published files of a kind; raises UserError where runtime.data_roots lacks it."""
+    """Return the folder of a kind's published files, or None; raises UserError where runtime.data_roots lacks it."""
     return runtime.data_root(paths, kind.source) if kind.source else None
 
 
 def write_embedded(kind: Kind, root: Path, settings: Any, source: Path | None) -> None:
-    """Write an embedded data set at `root`, from the published files in `source` where the kind has any."""
+    """Write an embedded data set at `root`, from the published files in `source` if the kind needs them."""
     load_function(kind.writer)(root, settings, *([source] if kind.source else []))
 
 
 def suggest_data(paths: Paths, name: str, known: Iterable[str]) -> str:
-    """The end of an error about a data set that is not `known`: profiles that have it, else `did_you_mean`."""
+    """Return the end of an error about an unknown data set: the profiles that define it, else `did_you_mean`."""
     files = [find_profile(paths, profile) for profile in list_profiles(paths)]
     having = [
         str(file.relative_to(paths.root)) for file in files if name in (load_yaml(file).get("prepare_data") or {})
@@ -127,14 +137,17 @@ def suggest_data(paths: Paths, name: str, known: Iterable[str]) -> str:
 
 
 def require_data(paths: Paths, stage: str, data: str) -> None:
-    """Raise UserError where what a stage is given as `--data` is no cell of `prepare_data:`."""
+    """Raise UserError if a stage's `--data` is not a cell of `prepare_data:`."""
     if data not in (known := section_keys(paths.params, "prepare_data")):
         guess = suggest_data(paths, data, known)
         raise UserError(f"{stage}: --data {data}: not a cell of prepare_data in params.yaml{guess}")
 
 
 def open_cell(paths: Paths, runtime: Runtime, name: str) -> DataCell:
-    """A cell of `prepare_data:`; raises UserError where there is none, or it is not prepared or not located."""
+    """Open a cell of `prepare_data:`.
+
+    Raises UserError where it is unknown, not prepared or has no folder in data_roots.
+    """
     file = manifest_path(paths, name)
     own = parse_own(name)
     if own is not None:

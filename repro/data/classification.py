@@ -1,7 +1,7 @@
 """Images of a scanned tree as tensors: ImageNet-1K, and any data set in the same layout.
 
-Images travel from the loading processes as bytes, which takes a quarter of what fp32 would. `ToInput` turns a batch of
-bytes into the input of a model, on the model's device.
+Worker processes send images as uint8, a quarter of the bytes of fp32. `ToInput` normalises a batch on the model's
+device.
 """
 
 import logging
@@ -30,11 +30,11 @@ _log = logging.getLogger(__name__)
 
 
 def train_transform(settings: TransformSettings) -> Callable[[Image.Image], torch.Tensor]:
-    """timm's transform for training, PIL to a uint8 tensor (3, image_size, image_size): crop, flip, RandAugment."""
+    """Build timm's training transform from PIL to uint8 (3, image_size, image_size): crop, flip, RandAugment."""
     transform = create_transform(
         settings.image_size,
         is_training=True,
-        use_prefetcher=True,  # gives bytes, which `ToInput` turns into inputs
+        use_prefetcher=True,  # yields uint8, which `ToInput` normalises
         scale=settings.scale,
         ratio=settings.ratio,
         hflip=settings.hflip,
@@ -45,7 +45,7 @@ def train_transform(settings: TransformSettings) -> Callable[[Image.Image], torc
     if settings.crop_padding is not None:
         resize = transforms.Resize(settings.image_size, str_to_interp_mode(settings.interpolation))
         crop = transforms.RandomCrop(settings.image_size, padding=settings.crop_padding)
-        transform.transforms[:1] = [resize, crop]  # the first step is timm's crop by scale and ratio
+        transform.transforms[:1] = [resize, crop]  # replaces timm's first step, the random resized crop
     for step in transform.transforms:
         if isinstance(step, RandAugment):
             for op in step.ops:
@@ -55,7 +55,7 @@ def train_transform(settings: TransformSettings) -> Callable[[Image.Image], torc
 
 
 def eval_transform(settings: TransformSettings) -> Callable[[Image.Image], torch.Tensor]:
-    """timm's transform for evaluation, PIL to uint8 (3, image_size, image_size): resize by crop_pct, centre crop."""
+    """Build timm's evaluation transform, PIL to uint8 (3, image_size, image_size): resize by crop_pct, centre crop."""
     return create_transform(
         settings.image_size,
         is_training=False,
@@ -66,14 +66,14 @@ def eval_transform(settings: TransformSettings) -> Callable[[Image.Image], torch
 
 
 class ToInput:
-    """Turns uint8 images (B, 3, H, W) into normalised fp32 on a device, randomly erased (timm's `pixel`) in training.
+    """Conversion of uint8 images (B, 3, H, W) to normalised fp32 on a device, with timm's random erasing in training.
 
-    Erasing draws from Python's and torch's global generators.
+    Erasing (mode `pixel`) draws from the global generators of Python and torch.
     """
 
     def __init__(self, settings: TransformSettings, device: torch.device, *, training: bool = False):
         self.device = device
-        # for values of 0..255, which saves one pass over the batch
+        # scaled to 0..255, which saves the division of the batch by 255
         self._mean, self._std = (
             255 * torch.tensor(x, device=device).view(3, 1, 1) for x in (settings.mean, settings.std)
         )
@@ -82,7 +82,8 @@ class ToInput:
         )
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        # move first and convert then: in one call the CPU would convert, and four times the bytes would travel
+        # move first, then convert: a single `to` would convert on the CPU and send four times the bytes. copy=True
+        # since the normalisation is in place, and an fp32 input would be returned as it is
         inputs = images.to(self.device, non_blocking=True).to(
             torch.float32, copy=True, memory_format=torch.contiguous_format
         )
@@ -93,13 +94,15 @@ class ToInput:
 
 
 class ImageFolder(Dataset):
-    """One split of a tree. Items are indexed by (epoch, index), and augmented by these and the seed.
+    """One split of a tree. Items are indexed by (epoch, index), which with the seed determine the augmentation.
 
-    A file that cannot be read is named in the log, counted once over all worker processes, and replaced by the next
-    readable one, its neighbour and therefore mostly of the same class. More than `max_unreadable` of them end the run.
+    A file that cannot be read is logged, counted once over all worker processes, and replaced by the next readable one,
+    which is mostly of the same class. More than `max_unreadable` such files end the run.
 
     Args:
         tree, split: see `DataCell.open_tree` and `Kind.splits`.
+        transform: called with the decoded image.
+        seed: of the augmentation.
         max_unreadable: how many files may be unreadable; 0 for evaluation, where a replacement would change the result.
     """
 
@@ -110,8 +113,8 @@ class ImageFolder(Dataset):
         self.seed = seed
         self.max_unreadable = max_unreadable
         self._targets = tree.splits[split].targets
-        # flags instead of a counter: two processes may set the same one, and a file that is met in every epoch counts
-        # once
+        # a shared flag for each file, not a counter: two processes may meet the same file, and every epoch meets it
+        # again
         self._unreadable = make_marks(len(self._targets))
 
     def __len__(self) -> int:
@@ -123,24 +126,24 @@ class ImageFolder(Dataset):
             return self.transform(image), int(self._targets[found])
 
     def read(self, source: ImageBytes) -> Any:
-        """What the transform takes of a file; raises `UNREADABLE` where it cannot be read."""
+        """Decode a file for the transform; raises `UNREADABLE` where this fails."""
         return read_rgb(source, self.tree.kind.upright, self.tree.max_pixels)
 
     def collate(self, samples: list[tuple[torch.Tensor, int]]) -> Batch:
-        """Stack images channels last, as in memory: a transpose costs a CPU a tenth of decoding, a GPU nothing."""
+        """Stack images in channels-last memory: a transpose costs a CPU a tenth of the decoding, and a GPU nothing."""
         images, targets = default_collate([(image.permute(1, 2, 0), target) for image, target in samples])
         return images.permute(0, 3, 1, 2), targets
 
     def name(self, index: int) -> str:
-        """An image's path relative to the folder that holds the split."""
+        """Return an image's path relative to the folder of its split."""
         return self.tree.path(self.split, index).relative_to(self.tree.folder(self.split)).as_posix()
 
     def unreadable(self) -> list[Path]:
-        """The unreadable files that any process has met so far."""
+        """List the unreadable files that any process has met so far."""
         return [self.tree.path(self.split, index) for index in self._unreadable.nonzero().flatten().tolist()]
 
     def require_readable(self) -> None:
-        """Raise a `UserError` if more files than allowed were unreadable."""
+        """Raise UserError if more than `max_unreadable` files were unreadable."""
         count = int(self._unreadable.sum())
         if count > self.max_unreadable:
             shown = ", ".join(map(str, self.unreadable()[:3])) + (", ..." if count > 3 else "")
@@ -167,10 +170,10 @@ class ImageFolder(Dataset):
 
 
 def read_rgb(source: ImageBytes, upright: bool = False, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """Read an image as RGB, as it is stored or, if `upright`, turned as its EXIF data say; raise `UNREADABLE`."""
+    """Read an image as RGB, rotated by its EXIF data if `upright`; raises one of `UNREADABLE`."""
     return decode_rgb(source.read(), source.file, max_pixels, upright=upright)
 
 
 def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
-    """timm's operation, extended to 0 bits (a black image), which timm asks for and Pillow 13 refuses."""
+    """Posterize to `bits` bits. timm also asks for 0 bits (a black image), which Pillow 13 refuses."""
     return ImageOps.posterize(image, bits) if bits else Image.new(image.mode, image.size)

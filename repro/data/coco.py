@@ -1,8 +1,8 @@
-"""The annotations of COCO detection in arrays: targets as mmdet takes them, and what a score is counted on.
+"""COCO detection annotations as arrays: training targets by mmdet's rules, and the ground truth of COCO's scores.
 
 <root>/<split>2017/<image>      <root>/annotations/instances_<split>2017.json
 
-One's own set may leave out the 2017 in the names of folders and files.
+A user's own set may omit 2017 from the names of folders and files.
 """
 
 import dataclasses
@@ -29,8 +29,8 @@ from .pixels import MAX_PIXELS, explain_error, read_pixels
 from .tree import list_images, record_folder, show_few
 
 _RENEW = "add or correct the file; that of COCO 2017 is in annotations_trainval2017.zip"
-_SLACK_PX = 1.0  # coordinates are rounded
-# sorts of faults of annotations -> severity and advice; those that training survives are warnings
+_SLACK_PX = 1.0  # tolerance of a box at the border: coordinates are rounded
+# fault of an annotation -> severity and advice; a fault that training survives is a warning
 _FAULTS = {
     "malformed": ("error", _RENEW),
     "lost": ("error", _RENEW),
@@ -38,25 +38,26 @@ _FAULTS = {
     "empty": ("warning", "training leaves it out"),
     "outside": ("warning", "training takes what lies inside"),
 }
-# of an annotation: place of its image, label, box as the file has it (left, top, width, height), area in pixels,
-# whether it is neither found nor missed, and whether it is a target of training
+# index of the image, label, box in the file's format (left, top, width, height), area in pixels, whether scoring
+# ignores it (counts it neither as found nor as missed), and whether it is a training target
 ANNOTATION = np.dtype(
     [("image", "i8"), ("label", "i8"), ("box", "f8", 4), ("area", "f8"), ("ignored", "?"), ("target", "?")]
 )
 _Row = dict[str, Any]
-Box = tuple[float, float, float, float]  # corners
-Faults = dict[str, list[str]]  # sort -> descriptions
+Box = tuple[float, float, float, float]  # (left, top, right, bottom) in pixels
+Faults = dict[str, list[str]]  # key of `_FAULTS` -> descriptions
 
 
 @dataclasses.dataclass(frozen=True)
 class Instances:
-    """One annotation file of K categories, N images and M annotations, A of them targets; all follow image by image.
+    """One annotation file of K categories, N images, M annotations and A training targets; sorted by image.
 
-    Arrays and bytes, since a million objects would be copied into every worker process page by page.
+    Arrays and bytes instead of objects: the reference counts of a million objects would make every forked worker copy
+    the memory pages.
     """
 
-    file: Path  # the JSON itself, for messages
-    folder: Path  # of the images
+    file: Path  # the JSON, named in messages
+    folder: Path  # folder of the images
     classes: tuple[str, ...]  # (K,) names; label k in 1..K is classes[k - 1]
     category_ids: tuple[int, ...]  # (K,) their ids in the file, ascending, mostly with gaps
     image_ids: np.ndarray  # (N,) int64, ascending
@@ -65,30 +66,30 @@ class Instances:
     starts: np.ndarray  # (N + 1,) int64; the targets of image n are those from starts[n] to starts[n + 1] - 1
     boxes: np.ndarray  # (A, 4) fp32; corners (x, y, x, y) in pixels, clipped to the image
     labels: np.ndarray  # (A,) int64 in 1..K
-    rows: np.ndarray  # (A,) int64; the targets among the annotations
-    annotations: np.ndarray  # (M,) of `ANNOTATION`, those of an image in the file's order
-    masks: bytes  # the `segmentation` of each annotation, marshalled, one after the other
-    mask_starts: np.ndarray  # (M + 1,) int64; where each begins
-    num_annotations: int  # in the file, also those with a fault
-    left_out: Mapping[str, int]  # why annotations are no targets -> how many
+    rows: np.ndarray  # (A,) int64; index of each target in `annotations`
+    annotations: np.ndarray  # (M,) `ANNOTATION`; within an image in the file's order
+    masks: bytes  # `segmentation` of each annotation, marshalled and concatenated
+    mask_starts: np.ndarray  # (M + 1,) int64; byte offset of each in `masks`
+    num_annotations: int  # all annotations in the file, also faulty ones
+    left_out: Mapping[str, int]  # reason why annotations are not targets -> their number
     num_empty: int  # boxes without area
     num_outside: int  # boxes that reach beyond their image
-    max_pixels: int  # of an image that is read
+    max_pixels: int  # largest image that is read
 
     def path(self, place: int) -> Path:
-        """The file of an image."""
+        """Return the path of an image."""
         return self.folder / os.fsdecode(self.names[place])
 
     def targets(self, place: int) -> slice:
-        """The targets of an image among those of all."""
+        """Return the slice of an image's targets in `boxes`, `labels` and `rows`."""
         return slice(int(self.starts[place]), int(self.starts[place + 1]))
 
     def segmentation(self, row: int) -> Any:
-        """Polygons or RLE of an annotation as the file has them; its box where it has none."""
+        """Return the polygons or RLE of an annotation in COCO's format; its box as a polygon where it has neither."""
         return marshal.loads(self.masks[self.mask_starts[row] : self.mask_starts[row + 1]])
 
     def describe_targets(self) -> str:
-        """How many annotations are targets, and why others are not: `4 of 7 annotations are learned; left out: crowds (3)`."""
+        """Describe the numbers of targets and others: `4 of 7 annotations are learned; left out: crowds (3)`."""
         why = ", ".join(f"{reason} ({number:,})" for reason, number in self.left_out.items())
         text = f"{len(self.labels):,} of {count(self.num_annotations, 'annotation')} are learned"
         return f"{text}; left out: {why}" if why else text
@@ -102,19 +103,23 @@ def read_instances(
     max_pixels: int = MAX_PIXELS,
     boxes_as_masks: bool = False,
 ) -> Instances | None:
-    """Read and judge the annotations of a split, and see that their images are there.
+    """Read and check the annotations of a split, and check that their images exist.
 
-    As in mmdet, crowds are not targets, nor are boxes that are narrower or lower than a pixel, without area or outside
-    of their image; boxes that reach over the border are clipped. A score counts thin boxes with a mask, as COCO's does,
-    and neither crowds nor what has no area or mask. An area that is missing or 0 is that of the mask.
+    As in mmdet, training excludes crowds and boxes that are thinner than a pixel, without area or outside of their
+    image; boxes that cross the border are clipped. As in COCO, scores count thin boxes with a mask, and ignore crowds
+    and annotations without area or mask. A missing or zero area is computed from the mask.
 
     Args:
-        root, split: the folder that holds train2017, val2017 and annotations (see `find_parts`), and one of `Kind.splits`.
-        boxes_as_masks: whether the mask of an object without an outline is its box.
-        report: takes what is wrong: a file or folder that is missing, malformed JSON, ids that occur twice or belong to
-            nothing, a target without a mask, images that are not in the folder; warnings for boxes without area or
-            beyond their image. Where it lets the reading continue after an error that leaves nothing to read, None is
-            returned.
+        root, split: the folder that holds train2017, val2017 and annotations (see `find_parts`), and one of
+            `Kind.splits`.
+        report: receives the findings. Errors: a missing file or folder, malformed JSON, ids that are duplicate or
+            undefined, a target without a mask, images that are not in the folder. Warnings: boxes without area or
+            beyond their image.
+        max_pixels: largest number of pixels of an image that is read later.
+        boxes_as_masks: whether an object without an outline takes its box as its mask.
+
+    Returns:
+        None if nothing could be read and the report lets the reading continue.
 
     Raises:
         UserError: an error, if the report raises it.
@@ -126,8 +131,8 @@ def read_instances(
     images = _index_rows(content, file, "images", ("id", "file_name", "height", "width"), report)
     annotations = _index_rows(content, file, "annotations", ("id", "image_id", "category_id", "bbox"), report)
     for row in images.values():
-        row["file_name"] = posixpath.normpath(row["file_name"])  # ./a.png
-        row["height"], row["width"] = int(row["height"]), int(row["width"])  # 480.0
+        row["file_name"] = posixpath.normpath(row["file_name"])  # drops the dot of ./a.png
+        row["height"], row["width"] = int(row["height"]), int(row["width"])  # may be written as 480.0
     _find_images(folder, file, [row["file_name"] for row in images.values()], report)
     category_ids, image_ids = sorted(categories), sorted(images)
     label_of = {category_id: label for label, category_id in enumerate(category_ids, start=1)}
@@ -141,6 +146,7 @@ def read_instances(
             found.append((values, corners, marshal.dumps(segmentation)))
     for sort, (severity, advice) in _FAULTS.items():
         report.add([Finding(severity, file, problem, advice) for problem in faults[sort]])
+    # stable: an image's annotations keep the file's order
     found.sort(key=lambda each: each[0][0])
     table = np.array([each[0] for each in found], dtype=ANNOTATION)
     rows = np.flatnonzero(table["target"])
@@ -171,7 +177,7 @@ def read_instances(
 def read_classes(
     root: Path, splits: Sequence[str], report: Reporter = RAISE_FIRST, *, boxes_as_masks: bool = False
 ) -> tuple[str, ...]:
-    """The names of the categories in the order of their ids; judges these splits.
+    """Read the names of the categories, sorted by id, and check `splits`.
 
     Raises:
         UserError: as `read_instances`, or categories that differ between the splits.
@@ -182,7 +188,7 @@ def read_classes(
 
 
 def compare_categories(splits: Sequence[Instances], report: Reporter) -> None:
-    """Report splits whose categories are not those of the first one."""
+    """Report the splits whose categories differ from those of the first."""
     for other in splits[1:]:
         if (splits[0].category_ids, splits[0].classes) != (other.category_ids, other.classes):
             report.error(
@@ -191,7 +197,7 @@ def compare_categories(splits: Sequence[Instances], report: Reporter) -> None:
 
 
 def list_folders(root: Path, split: str, prefix: str, with_contents: bool) -> list[Folder]:
-    """The image folder and the annotation file of a split; see `ade20k.list_folders`."""
+    """Record the image folder and the annotation file of a split; see `ade20k.list_folders`."""
     images, annotations = find_parts(root, split)
     try:
         content = (root / annotations).read_bytes()
@@ -208,7 +214,7 @@ def list_folders(root: Path, split: str, prefix: str, with_contents: bool) -> li
 
 
 def find_parts(root: Path, split: str) -> tuple[str, str]:
-    """The image folder and the annotation file of a split below the root; without 2017 where only these are there."""
+    """Return the names of a split's image folder and annotation file; without 2017 where only these exist."""
     names = f"{split}2017", f"annotations/instances_{split}2017.json"
     short = tuple(name.replace("2017", "") for name in names)
     return tuple(
@@ -218,7 +224,7 @@ def find_parts(root: Path, split: str) -> tuple[str, str]:
 
 
 def read_image(path: Path, size: tuple[int, int], file: Path, max_pixels: int = MAX_PIXELS) -> np.ndarray:
-    """Read an image as (H, W, 3) uint8, red first; UserError where that fails or `file` has another (height, width)."""
+    """Read an image (H, W, 3) uint8, RGB; raises UserError where this fails or its (height, width) is not `size`."""
     pixels = read_pixels(path, max_pixels)
     if (found := pixels.shape[:2]) != size:
         turned = " (turned: is it another copy of the images?)" if found == size[::-1] else ""
@@ -237,9 +243,11 @@ def _judge(
     faults: Faults,
     left_out: Counter[str],
 ) -> tuple[tuple, Box, Any] | None:
-    """The last four values of `ANNOTATION`, the corners within the image, and the mask; None where `faults` says why.
+    """Check one annotation.
 
-    `left_out` counts why annotations are no targets.
+    Returns:
+        The box, area, ignored and target of `ANNOTATION`, the corners clipped to the image, and the mask; None for an
+        annotation whose fault was added to `faults`. `left_out` counts why annotations are not targets.
     """
     name = f"annotation {row['id']}"
     try:
@@ -289,7 +297,7 @@ def _judge(
 
 
 def _read_json(file: Path, report: Reporter) -> dict[str, Any] | None:
-    """The three lists of an annotation file; None if one is missing."""
+    """Read an annotation file. If it is unreadable or lacks one of its three lists, report an error and return None."""
     try:
         content = json.loads(file.read_bytes(), parse_constant=_refuse_constant)
         lists = ("images", "annotations", "categories")
@@ -314,7 +322,8 @@ def _anything(value: Any) -> bool:
 
 
 def _to_id(value: Any) -> int:
-    """An id, also one that is written as text or as 1.0; raises ValueError where it is no whole number of 63 bits."""
+    """Parse an id, which may be written as text or as 1.0; raises ValueError unless it is a whole number of 63 bits."""
+    # bool is an int too, and floats above 2**53 are not exact
     whole = type(value) is int or (isinstance(value, float) and value.is_integer() and abs(value) < 2**53)
     whole = whole or (isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,19}", value))
     if not whole or abs(int(value)) >= 2**63:
@@ -330,7 +339,7 @@ def _is_id(value: Any) -> bool:
 
 
 def _is_file_name(value: Any) -> bool:
-    """Whether a file can have this name, and a message can name it in one line."""
+    """Return whether a file can have this name, and a one-line message can quote it."""
     try:
         return isinstance(value, str) and value.splitlines() == [value] and b"\0" not in os.fsencode(value)
     except UnicodeEncodeError:
@@ -344,7 +353,7 @@ def _is_side(value: Any) -> bool:
 def _index_rows(
     content: Mapping[str, Any], file: Path, key: str, columns: Sequence[str], report: Reporter
 ) -> dict[int, _Row]:
-    """The rows of a list by id; those without these columns, or with another row's id, are errors and left out."""
+    """Map id to row for one list of the file; report and drop rows that are malformed or repeat an id."""
     rules = {
         "id": _is_id,
         "name": lambda value: isinstance(value, str),
@@ -372,7 +381,7 @@ def _index_rows(
 
 
 def _find_images(folder: Path, file: Path, names: Sequence[str], report: Reporter) -> None:
-    """Report images that are missing, empty or in no annotation file."""
+    """Report images that are missing, empty or not listed in the annotation file."""
     elsewhere, advice = folder.parent / "images" / folder.name, f"add the file, or correct {file.name}"
     if folder.name.endswith("2017"):
         advice = f"unpack {folder.name}.zip again, or correct your own file"
@@ -395,5 +404,5 @@ def _find_images(folder: Path, file: Path, names: Sequence[str], report: Reporte
 
 
 def _fold(name: str) -> str:
-    """A file name without the differences that two systems may not see."""
+    """Return a file name without differences that file systems may ignore: letter case and Unicode normal form."""
     return unicodedata.normalize("NFC", name).casefold()

@@ -1,4 +1,4 @@
-"""Detection samples: boxes and masks follow every change of their image, which stays bytes for the model to pad."""
+"""Detection samples: boxes and masks follow each transform of their image, which stays uint8 for the model to pad."""
 
 import math
 from typing import Any
@@ -22,13 +22,15 @@ _MIN_SIDE_PX = 32  # smaller images are left out of training, as in mmdet
 
 
 class CocoDetection(Dataset):
-    """Images and their targets. Items are indexed by (epoch, index), and augmented by these and the seed.
+    """Images and their targets. Items are indexed by (epoch, index), which with the seed determine the augmentation.
 
-    Evaluation takes every image; training leaves out images without a target or with a side of less than 32 pixels.
+    Evaluation takes every image. Training drops images without a target or with a side shorter than 32 pixels.
 
     Args:
         instances: see `coco.read_instances`.
-        settings: sizes and, where `training`, random changes, which also depend on `seed`.
+        settings: image sizes and, for training, random changes.
+        training: whether to augment and to drop images.
+        seed: of the random changes.
 
     Raises:
         UserError: no image is left to train on.
@@ -42,12 +44,12 @@ class CocoDetection(Dataset):
             raise UserError(
                 f"{instances.file}: none of its {len(instances.names)} images has an instance to learn from; add some"
             )
-        # one flag per image, set by the process that reads it
+        # one flag per image, shared with the worker processes that set it
         self._unreadable = make_marks(len(self._places))
 
     @property
     def groups(self) -> np.ndarray:
-        """(N,) bool: whether an image is at least as wide as high; see `loader.TrainOrder`."""
+        """(N,) bool: whether an image is at least as wide as it is high; see `loader.TrainOrder`."""
         height, width = self.instances.sizes[self._places].T
         return width >= height
 
@@ -55,16 +57,16 @@ class CocoDetection(Dataset):
         return len(self._places)
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, Target]:
-        """(image, target) for n targets in an image of (H, W) pixels.
+        """Return (image, target) for an image of (H, W) pixels with n targets.
 
         Returns:
             image: (3, H, W) uint8.
             target: boxes (n, 4) fp32 corners in pixels of this image, labels (n,) int64 in 1..K, masks (n, H, W) uint8,
-                image_id, original_size (height, width) of the file. Targets whose box or mask has no remaining area are
-                dropped.
+                image_id, and original_size, the (height, width) of the file. Targets whose box or mask has no area left
+                are dropped.
 
         Raises:
-            UserError: an image that cannot be read, or that contradicts the annotations.
+            UserError: the image cannot be read, or contradicts its annotations.
         """
         epoch, index = key
         place = int(self._places[index])
@@ -90,28 +92,32 @@ class CocoDetection(Dataset):
         return image.contiguous(), target
 
     def collate(self, samples: list[tuple[Tensor, Target]]) -> tuple[list[Tensor], list[Target]]:
-        """Images of different sizes stay a list."""
+        """Return lists, since the images differ in size."""
         images, targets = zip(*samples)
         return list(images), list(targets)
 
     def name(self, index: int) -> str:
-        """An image's file name."""
+        """Return an image's file name."""
         return self.instances.path(int(self._places[index])).name
 
     def require_readable(self) -> None:
-        """Raise the `UserError` of an image that could not be read once more."""
+        """Read again the images that failed in a worker process, to raise their UserError in this one."""
         for index in self._unreadable.nonzero().flatten().tolist():
             self._read(int(self._places[index]))
 
     def _read(self, place: int) -> list[tv_tensors.TVTensor]:
-        """Image, boxes and masks at the size of the file; raises UserError where the file contradicts the annotations."""
+        """Read image, boxes and masks at the file's size.
+
+        Raises:
+            UserError: the file contradicts its annotations.
+        """
         path = self.instances.path(place)
         size = tuple(self.instances.sizes[place].tolist())
         targets = self.instances.targets(place)
         pixels = read_image(path, size, self.instances.file, self.instances.max_pixels)
         try:
             masks = [decode_mask(self.instances.segmentation(row), *size) for row in self.instances.rows[targets]]
-            # all of one shape, also where there is no mask
+            # the leading zeros give `stack` a shape where there is no mask
             together = np.stack([np.zeros(size, dtype=np.uint8), *masks])[1:]
         except Exception as error:  # pycocotools raises bare exceptions
             problem = f"{self.instances.file.name} has a mask for it that does not fit ({' '.join(str(error).split())})"
@@ -124,12 +130,12 @@ class CocoDetection(Dataset):
 
 
 def resize(image: Tensor, settings: DetectionTransformSettings) -> Tensor:
-    """A picture, uint8 (3, H, W), at the size at which a model is evaluated."""
+    """Resize a picture (3, H, W) uint8 to the size at which a model is evaluated."""
     return _resize([tv_tensors.Image(image)], settings.min_size[-1], settings.max_size)[0].as_subclass(Tensor)
 
 
 def _augment(pieces: list[tv_tensors.TVTensor], settings: DetectionTransformSettings) -> list[tv_tensors.TVTensor]:
-    """DETR's policy; without `crop_min_size` it is a flip and one resize."""
+    """Apply DETR's augmentation; without `crop_min_size` it is a flip and one resize."""
     if torch.rand(()) < settings.hflip:
         pieces = [F.horizontal_flip(piece) for piece in pieces]
     if settings.crop_min_size and torch.rand(()) < 0.5:
@@ -143,9 +149,10 @@ def _augment(pieces: list[tv_tensors.TVTensor], settings: DetectionTransformSett
 
 
 def _resize(pieces: list[tv_tensors.TVTensor], short: int, longest: float) -> list[tv_tensors.TVTensor]:
-    """Scale both sides by the largest factor within both bounds, as mmdet: bilinear without antialiasing."""
+    """Scale by the largest factor that keeps both bounds, as mmdet does: bilinear without antialiasing."""
     height, width = pieces[0].shape[-2:]
     factor = min(short / min(height, width), longest / max(height, width))
+    # mmdet's rounding: Python's round would take halves to the even number
     size = [int(side * factor + 0.5) for side in (height, width)]
     return [F.resize(piece, size, antialias=False) for piece in pieces]
 
@@ -155,5 +162,5 @@ def _draw(choices: tuple[int, ...]) -> int:
 
 
 def _between(smallest: int, largest: int) -> int:
-    """A random integer, both ends included."""
+    """Draw an integer between both ends, included, from torch's global generator."""
     return int(torch.randint(smallest, largest + 1, ()))

@@ -1,5 +1,6 @@
-"""What is wrong with a data set. A reader names each fault once, as a `Finding`, and hands it to a `Reporter`:
-training raises the first error, `repro data check` prints everything and reads on.
+"""Faults of a data set. A reader names each fault once, as a `Finding`, and hands it to a `Reporter`.
+
+Training raises the first error; `repro data check` prints all findings and reads on.
 """
 
 import abc
@@ -16,9 +17,9 @@ _MOST_SHOWN = 10
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """A line about a data set: a file or folder, what is wrong or found right there, and what to do about it."""
+    """A line about a data set: a file or folder, a fault or a good result there, and advice."""
 
-    severity: Literal["ok", "warning", "error"]  # an error breaks a run or its numbers, a run survives a warning
+    severity: Literal["ok", "warning", "error"]  # an error breaks a run or its results; a run survives a warning
     place: Path
     problem: str
     advice: str = ""
@@ -28,36 +29,36 @@ class Finding:
 
 
 class BadData(UserError):
-    """An error of a data set; its only argument is the `Finding`."""
+    """An error in a data set; its only argument is the `Finding`."""
 
     @property
     def finding(self) -> Finding:
-        """What was found."""
+        """The finding that was raised."""
         return self.args[0]
 
 
 class Reporter(abc.ABC):
-    """Takes the findings of a reader, and with `progress` shows the progress of what takes long."""
+    """Receiver of a reader's findings; with `progress` it shows the progress of slow steps."""
 
     def __init__(self, *, progress: bool = False):
-        self.num_errors = self.num_warnings = 0  # how many it has taken
+        self.num_errors = self.num_warnings = 0  # numbers of findings so far
         self.progress = progress
 
     @abc.abstractmethod
     def add(self, findings: Sequence[Finding]) -> None:
-        """Take findings of one sort and severity."""
+        """Take findings of the same fault and severity."""
 
     def add_mixed(self, findings: Sequence[Finding]) -> None:
-        """Take findings of several sorts; those of one sort share their advice."""
+        """Take findings of several faults; those of one fault share their advice."""
         for advice in dict.fromkeys(finding.advice for finding in findings):
             self.add([finding for finding in findings if finding.advice == advice])
 
     def ok(self, place: Path, text: str) -> None:
-        """Report something that is as it should be."""
+        """Report a good result."""
         self.add([Finding("ok", place, text)])
 
     def warning(self, place: Path, problem: str, advice: str) -> None:
-        """Report something that a run survives."""
+        """Report a fault that a run survives."""
         self.add([Finding("warning", place, problem, advice)])
 
     def tell(self, place: Path, problem: str, advice: str) -> None:
@@ -65,22 +66,22 @@ class Reporter(abc.ABC):
         self.warning(place, problem, advice)
 
     def error(self, place: Path, problem: str, advice: str) -> None:
-        """Report something that breaks a run or its numbers."""
+        """Report a fault that breaks a run or its results."""
         self.errors([(place, problem)], advice)
 
     def errors(self, found: Sequence[tuple[Path, str]], advice: str) -> None:
-        """Report several (place, problem) of one sort that break a run or its numbers."""
+        """Report several (place, problem) of one fault that breaks a run or its results."""
         self.add([Finding("error", place, problem, advice) for place, problem in found])
 
     def track(self, items: Sequence[Any], label: str) -> Iterable[Any]:
-        """The items, with their progress shown if asked for."""
+        """Return the items; iterating over them shows a progress bar if `progress` is set."""
         return track(items, label) if self.progress else items
 
 
 class RaiseFirst(Reporter):
-    """The report of training and of `prepare_data`: the first error is raised as `BadData`, warnings are not shown.
+    """The reporter of training and of `prepare_data`: it raises the first error as `BadData` and hides warnings.
 
-    With `progress`, what it is told is printed.
+    With `progress`, it prints the warnings of `tell`.
     """
 
     def tell(self, place: Path, problem: str, advice: str) -> None:
@@ -99,7 +100,7 @@ RAISE_FIRST = RaiseFirst()
 
 
 class PrintAll(Reporter):
-    """The report of `repro data check`: a line for each finding, but at most ten of one sort; the rest are counted.
+    """The reporter of `repro data check`: a line for each finding, but at most ten of one fault; the rest are counted.
 
     `emit` takes a line, whose first word is the severity. Places are shown relative to `root`.
     """
@@ -110,7 +111,7 @@ class PrintAll(Reporter):
         self._seen: set[Finding] = set()
 
     def add(self, findings: Sequence[Finding]) -> None:
-        # a file that both splits share is read, and judged, once for each
+        # a file that both splits share is read and judged twice, but shown once
         new = [finding for finding in findings if finding not in self._seen]
         self._seen.update(new)
         for finding in new[:_MOST_SHOWN]:
@@ -124,12 +125,12 @@ class PrintAll(Reporter):
 
 
 def count(number: int, noun: str) -> str:
-    """`1 image`, `1,281,167 images`."""
+    """Return `1 image`, or `1,281,167 images`."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def compare_counts(report: Reporter, place: Path, unit: str, found: int, expected: int | None, advice: str) -> None:
-    """Report a count of `unit`; it is an error where another one was expected."""
+    """Report a count of `unit`; as an error where another number was expected."""
     if expected is None or found == expected:
         report.ok(place, f"{found:,} {unit}")
     else:

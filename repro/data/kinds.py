@@ -1,6 +1,6 @@
-"""The table of data kinds, and the cells of params.yaml that name one. Imports nothing heavy.
+"""The table of data kinds, and the `prepare_data` cells of params.yaml that name one. Imports nothing heavy.
 
-A new kind is a row of `KINDS`; an embedded one, which the project writes itself, also has a writer and its settings.
+A new kind is a row of `KINDS`; an embedded kind, which the project writes, also has a writer and its settings.
 """
 
 import dataclasses
@@ -20,45 +20,48 @@ from .settings import (
 )
 
 Format = Literal["folders", "coco", "ade20k"]
-OWN_KINDS = ("folder", "coco", "boxes", "ade20k")  # that users bring, and a command may name by path
+OWN_KINDS = ("folder", "coco", "boxes", "ade20k")  # users' own sets, which a command may name by path
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
     """A kind of data set; `check` and `writer` name functions of this package, see `load_function`."""
 
-    name: str  # in params.yaml and in manifests
-    layout: str  # what the root holds, for messages
+    name: str  # its key in params.yaml and in manifests
+    layout: str  # content of the root, for messages
     check: str  # `repro data check` calls it with (root, report, depth)
-    # the first is trained on; curves are of the second, by which choices are made; scores are reported of the last
+    # the first is for training; curves and the choice of recipes use the second; scores are reported on the last
     splits: tuple[str, ...] = ("train", "val")
-    # that the first of these has whose folders are there, where those of `splits` are not
+    # alternatives, tried in order where the folders of `splits` do not all exist
     other_splits: tuple[tuple[str, ...], ...] = ()
-    # the format of each part -> its folder below the root, as it begins names in a manifest; `folders` is
-    # <split>/<class>/
+    # format of each part -> prefix of its folder below the root and in manifests; `folders` is <split>/<class>/
     parts: Mapping[Format, str] = dataclasses.field(default_factory=lambda: {"folders": ""})
-    suffixes: tuple[str, ...] = ()  # of the files in class folders; empty for those of images
-    # gives the names that class folders may have; None allows any
+    suffixes: tuple[str, ...] = ()  # suffixes of the files in class folders; empty for images
+    # returns the allowed names of class folders; None allows any
     class_names: Callable[[], Sequence[str]] | None = None
     sorting: str = "sort them into one folder per class (docs/data.md)"  # advice where images are not in class folders
-    # the published data set; a manifest lists the departures from it
+    # name and counts of the published data set; a manifest lists the departures from it
     official: tuple[str, ExpectedCounts] | None = None
     size_gb: float | None = None  # 1e9 bytes without the archives; None where it depends on settings or on the user
-    # of an embedded kind, the key of its settings in a cell of prepare_data; a kind that is not may be given some
+    # key of its settings in a cell of prepare_data; required for an embedded kind, optional for others
     settings_key: str | None = None
-    settings: type | None = None  # their class
-    writer: str | None = None  # of an embedded kind, called with (root, settings), and with the folder of `source`
-    # of what is written from published files, the key in runtime.data_roots of the folder that has them
+    settings: type | None = None  # class of these settings
+    # of an embedded kind, called with (root, settings), and with the folder of `source` where it has one
+    writer: str | None = None
+    # key in runtime.data_roots of the published files that it is written from
     source: str | None = None
-    download: str | None = None  # gets the published files, called with that folder
-    linked: bool = False  # the writer links the published files, which are too large to compare their contents
-    # turn images as their EXIF data say; published numbers on ImageNet leave them as they are stored
+    download: str | None = None  # downloads the published files, called with that folder
+    linked: bool = False  # the writer links the published files, whose contents are too large to compare
+    # rotate images by their EXIF data; published ImageNet results leave them as stored
     upright: bool = False
     boxes_as_masks: bool = False  # in COCO's layout, the mask of an object without an outline is its box
     paired: bool = False  # training images of the same name belong in one batch
 
     def at(self, root: Path) -> "Kind":
-        """The row with the splits that lie at `root`, see `pictures.find_splits`; with `splits` where none do."""
+        """Return the row with the first of its split layouts that exists at `root`, see `pictures.find_splits`.
+
+        Where none exists, or the kind has one layout, the row itself is returned.
+        """
         if not self.other_splits or not root.is_dir():
             return self
         from .pictures import find_splits
@@ -69,28 +72,28 @@ class Kind:
 
     @property
     def held_out(self) -> tuple[str, ...]:
-        """The splits that nothing is trained on."""
+        """The splits that are not for training."""
         return self.splits[1:]
 
     @property
     def reported_split(self) -> str:
-        """The split of the scores that are reported."""
+        """The split on which scores are reported."""
         return self.splits[-1]
 
     @property
     def embedded(self) -> bool:
-        """Whether the project writes it itself."""
+        """Whether the project writes this data set."""
         return self.writer is not None
 
     @property
     def compares_contents(self) -> bool:
-        """Whether a manifest's hashes cover what the files hold."""
+        """Whether a manifest's hashes cover the contents of the files."""
         return self.embedded and not self.linked
 
 
 @functools.cache
 def list_wnids() -> tuple[str, ...]:
-    """The wnids of ImageNet-1K in sorted order, which is the order of the class indices of published weights."""
+    """Return the sorted wnids of ImageNet-1K; published weights number the classes in this order."""
     from timm.data import ImageNetInfo
 
     return tuple(ImageNetInfo("imagenet-1k").label_names())
@@ -98,13 +101,13 @@ def list_wnids() -> tuple[str, ...]:
 
 @functools.cache
 def list_imagenet100() -> tuple[str, ...]:
-    """The wnids of ImageNet-100 in sorted order."""
+    """Return the wnids of ImageNet-100 in sorted order."""
     from .imagenet100 import WNIDS
 
     return tuple(sorted(WNIDS))
 
 
-SPLITS = ("train", "tune", "val", "test")  # the order of those that a kind has
+SPLITS = ("train", "tune", "val", "test")  # all split names, in order
 _TUNED = ("train", "tune", "test")
 IMAGENET_1K = ExpectedCounts(classes=1000, train=1_281_167, val=50_000)
 GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt counts classes by the ILSVRC2012_ID of meta.mat, not by sorted wnid (docs/data.md)"
@@ -232,9 +235,9 @@ KINDS = {
 
 
 def load_function(name: str) -> Callable[..., Any]:
-    """A function of this package by its module and name, e.g. `embedded.digits.write_digits`.
+    """Import a function of this package by module and name, e.g. `embedded.digits.write_digits`.
 
-    What is named and not imported may be edited without a change of the code hash of every training.
+    The table can thus name functions without importing their modules.
     """
     module, _, function = name.rpartition(".")
     return getattr(importlib.import_module(f".{module}", __package__), function)
@@ -242,15 +245,18 @@ def load_function(name: str) -> Callable[..., Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrepareData:
-    """One cell of the `prepare_data` section. Its root is `runtime.data_roots.<cell>`, or `runtime.data_roots.<kind>`."""
+    """One cell of the `prepare_data` section.
+
+    Its root is `runtime.data_roots.<cell>`, or `runtime.data_roots.<kind>`.
+    """
 
     kind: Literal[tuple(KINDS)]
-    expected: ExpectedCounts | None = None  # what the data set must hold; sets that users bring may leave it out
+    expected: ExpectedCounts | None = None  # counts that the data set must have; optional for users' own sets
     generate: DigitsSettings | None = None  # how `digits` is written; only there
     wild: WildDigitsSettings | None = None  # how `digits_wild` is written; only there
     draw: ScenesSettings | None = None  # how `scenes` is written; only there
     curves: ConnectSettings | None = None  # how `connect` is written; only there
-    # how `cifar10`, `cifar100` and `imagenet100` are split; cuts `tune` off the `train` of a `folder`; only there
+    # how `cifar10`, `cifar100` and `imagenet100` are split; for `folder`, how `tune` is cut off `train`; only there
     tune_split: TuneSplitSettings | None = None
 
     def __post_init__(self) -> None:
@@ -266,7 +272,7 @@ class PrepareData:
         layouts = [row.splits, *row.other_splits]
         if self.settings is not None and not row.embedded:
             layouts = [("train", "tune", *splits[1:]) for splits in layouts if "tune" not in splits]
-        if self.expected is not None:  # where there are several, it says which one the folder must have
+        if self.expected is not None:  # with several layouts, the expected counts say which one the folder must have
             nearest = min(layouts, key=lambda splits: len(self.expected.splits ^ set(splits)))
             if wrong := self.expected.splits ^ set(nearest):
                 what = "missing" if min(wrong) in nearest else "no such split"
@@ -275,6 +281,6 @@ class PrepareData:
 
     @property
     def settings(self) -> Any:
-        """How an embedded data set is written, or `tune` is cut off one that must be there; None for any other."""
+        """The settings of an embedded data set, or those that cut `tune` off a `folder`; else None."""
         key = KINDS[self.kind].settings_key
         return getattr(self, key) if key else None

@@ -1,8 +1,7 @@
-"""Latents of a VAE computed before the training, a file for each picture, in class folders or archives as images are.
+"""Latents of a VAE computed before training, one file per picture, in class folders or archives as images are.
 
-A file `<class>/<name>.npy` holds an array of fp16 or fp32: (K, h, w), the latents of the picture as its VAE's encoder
-gives them, without a scale; or (2, K, h, w), of which the second are those of the mirrored picture, since latents
-cannot be flipped.
+A file `<class>/<name>.npy` holds an fp16 or fp32 array: (K, h, w), the unscaled latents from the VAE's encoder; or (2,
+K, h, w), whose second entry encodes the mirrored picture, since latents cannot be flipped.
 """
 
 import io
@@ -17,15 +16,16 @@ from .tree import ImageBytes, Tree
 
 
 class LatentFolder(ImageFolder):
-    """One split of a tree of kind `latents`; see `ImageFolder`, also for unreadable files and other shapes.
+    """One split of a tree of kind `latents`; see `ImageFolder`, also for unreadable files and wrong shapes.
 
-    Items are fp32 (K, h, w), scaled, with their class.
+    Items are (latents, class): scaled fp32 (K, h, w), and the class index.
 
     Args:
-        tree, split, seed, max_unreadable: see `ImageFolder`.
-        shape: K, h and w.
-        scale: by which the latents are multiplied.
+        tree, split: see `ImageFolder`.
+        shape: (K, h, w).
+        scale: factor on the latents.
         hflip: probability of the mirrored picture's latents, where a file has them.
+        shared: `seed` and `max_unreadable` of `ImageFolder`.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class LatentFolder(ImageFolder):
         self.shape, self.scale, self.hflip = tuple(shape), scale, hflip
 
     def read(self, source: ImageBytes) -> torch.Tensor:
-        """(1 or 2, K, h, w) fp32, without the scale; raises `UNREADABLE`."""
+        """Read unscaled latents (1 or 2, K, h, w) fp32; raises one of `UNREADABLE`."""
         return read_latents(source, self.shape)
 
     def _choose(self, latents: torch.Tensor) -> torch.Tensor:
@@ -44,7 +44,11 @@ class LatentFolder(ImageFolder):
 
 
 def read_latents(source: ImageBytes, shape: Sequence[int] | None = None) -> torch.Tensor:
-    """A file's latents, (1 or 2, K, h, w) fp32; ValueError or OSError for anything else, or another (K, h, w)."""
+    """Read a file's latents (1 or 2, K, h, w) fp32.
+
+    Raises:
+        ValueError, OSError: the file holds anything else, or not `shape`, which is (K, h, w).
+    """
     found = np.load(io.BytesIO(source.read()), allow_pickle=False)
     if not isinstance(found, np.ndarray) or found.dtype not in (np.float16, np.float32):
         raise ValueError(f"{getattr(found, 'dtype', 'no array')}, expected an array of float16 or float32")

@@ -1,6 +1,6 @@
-"""Loaders whose sequence can be stopped after any batch and continued, with any number of worker processes.
+"""Loaders whose sequence can be stopped after any batch and resumed, with any number of worker processes.
 
-The order is a function of (seed, epoch), and a sample's augmentation one of (seed, epoch, index). The only state is
+The order is a function of (seed, epoch), and a sample's augmentation is one of (seed, epoch, index). The only state is
 therefore the epoch and the batch number, which the training loop knows anyway.
 """
 
@@ -26,38 +26,39 @@ from ..core.errors import RunError, UserError
 from ..core.runtime import choose_workers, measure_shared_memory
 
 Keys = list[tuple[int, int]]
-_AMPLE = 2**30  # bytes of shared memory that hold the batches of any loader
+_AMPLE = 2**30  # bytes of shared memory that suffice for the batches of any loader
 
 
 class Samples(Protocol):
-    """A data set that a loader reads: its items are indexed by (epoch, index), which also seed its randomness."""
+    """A data set for a loader: its items are indexed by (epoch, index), which also seed its random augmentation."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, key: tuple[int, int]) -> Any: ...
 
     def collate(self, samples: list[Any]) -> tuple:
-        """A batch of these items; called in the process that loaded them."""
+        """Make a batch of these items; called in the process that loaded them."""
 
     def name(self, index: int) -> str:
-        """An item's name for messages, such as its path relative to the split's folder."""
+        """Return an item's name for messages, such as its path relative to the split's folder."""
 
     def require_readable(self) -> None:
-        """Raise again, in the main process, the `UserError` that ended a loading process."""
+        """Raise again, in the main process, the UserError that ended a worker process."""
 
 
 def make_marks(size: int) -> torch.Tensor:
-    """(size,) uint8 zeros that a process shares with those that it forks, without a part of /dev/shm."""
+    """Return (size,) uint8 zeros in memory shared with forked processes, without using /dev/shm."""
     return torch.frombuffer(mmap.mmap(-1, max(1, size)), dtype=torch.uint8)[:size]
 
 
 @contextlib.contextmanager
 def own_randomness(seed: int, epoch: int, index: int) -> Iterator[None]:
-    """Seed Python, NumPy and torch from (seed, epoch, index), and in the main process restore their states afterwards.
+    """Seed Python, NumPy and torch from (seed, epoch, index), and restore their states afterwards in the main process.
 
-    Transforms of timm, torchvision and mmseg draw from these global generators. Without the restoring, a loader without
-    workers would change the randomness of the training step, and a resumed run would differ from an uninterrupted one.
-    In a loading process nothing else draws, so it saves the 70 microseconds per image.
+    Transforms of timm, torchvision and mmseg draw from these global generators. Without restoring them, a loader
+    without workers would change the randomness of the training step, and a resumed run would differ from an
+    uninterrupted one. In a worker process nothing else draws, so skipping the restoration saves 70 microseconds per
+    image.
     """
     before = None if get_worker_info() else (random.getstate(), np.random.get_state(), torch.get_rng_state())
     for_python, for_numpy, for_torch = np.random.SeedSequence((1, seed, epoch, index)).generate_state(3).tolist()
@@ -77,9 +78,8 @@ def own_randomness(seed: int, epoch: int, index: int) -> Iterator[None]:
 class TrainOrder:
     """Batches of (epoch, index) keys: a fresh permutation per epoch, cut into batches, each divided among ranks.
 
-    A remainder that fills no total batch is left out; it is a different one in each epoch. For recipes that count
-    steps, `batches_per_epoch` is the length of an epoch, and epochs follow one another through the passes over the
-    data.
+    A remainder smaller than a total batch is dropped; each epoch drops other samples. For recipes that count steps,
+    `batches_per_epoch` is the length of an epoch, and epochs continue through the passes over the data.
 
     With `groups`, both samples of each pair in a batch are of one group, such as wide images, which reduces padding.
     Grouping pairs instead of whole batches follows the published recipes, which put 2 images on a GPU, and keeps the
@@ -88,10 +88,10 @@ class TrainOrder:
 
     size: int  # number of samples
     batch_size: int  # samples per rank
-    seed: int  # of the permutations
+    seed: int  # seed of the permutations
     rank: int = 0  # this process among those that train together
     world_size: int = 1
-    groups: np.ndarray | None = None  # (size,) a number for each sample
+    groups: np.ndarray | None = None  # (size,) group of each sample
     batches_per_epoch: int | None = None  # None makes an epoch one pass over the data
 
     def __post_init__(self) -> None:
@@ -104,7 +104,7 @@ class TrainOrder:
         return self.batches_per_epoch or self._of_a_pass
 
     def batches(self, epoch: int, start: int) -> Iterator[Keys]:
-        """The keys of the batches of an epoch from number `start` on; a key is (pass over the data, index)."""
+        """Yield the keys of an epoch's batches from number `start` on; a key is (pass over the data, index)."""
         order, ordered = np.empty(0, dtype=np.int64), -1
         for number in range(start, len(self)):
             number_of_pass, place = divmod(epoch * len(self) + number, self._of_a_pass)
@@ -114,14 +114,19 @@ class TrainOrder:
             yield [(number_of_pass, index) for index in order[first : first + self.batch_size].tolist()]
 
     def _order(self, number_of_pass: int) -> np.ndarray:
+        # the first number separates the generators of orders (0) from those of samples (1)
         sequence = np.random.SeedSequence((0, self.seed, number_of_pass))
         order = np.random.Generator(np.random.PCG64(sequence)).permutation(self.size)
         return order if self.groups is None else _pair_up(order, self.groups)
 
 
 def _pair_up(order: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Reorder samples so that pairs are of one group, each in its second sample's place; unpaired ones come last."""
+    """Reorder samples into pairs of one group, each at the position of its second sample.
+
+    Unpaired samples come last.
+    """
     pairs, alone = [], []
+    # a stable sort keeps the order of the permutation within each group
     in_order = groups[order]
     by_group = in_order.argsort(kind="stable")
     for places in np.split(by_group, np.flatnonzero(np.diff(in_order[by_group])) + 1):
@@ -133,9 +138,9 @@ def _pair_up(order: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
 
 class EvalOrder:
-    """Every sample exactly once over all ranks, in order; arguments are those of `TrainOrder`.
+    """Every sample exactly once over all ranks, in order; arguments as for `TrainOrder`.
 
-    The last batch may be smaller than `batch_size`, and ranks may get one sample more or less than others.
+    The last batch may be smaller than `batch_size`, and the ranks' numbers of samples may differ by one.
     """
 
     def __init__(self, size: int, batch_size: int, rank: int = 0, world_size: int = 1):
@@ -146,13 +151,13 @@ class EvalOrder:
         return -(-len(self._mine) // self._batch_size)
 
     def batches(self, epoch: int, start: int) -> Iterator[Keys]:
-        """The keys of the batches from number `start` on."""
+        """Yield the keys of the batches from number `start` on."""
         for number in range(start, len(self)):
             yield [(epoch, index) for index in self._mine[number * self._batch_size : (number + 1) * self._batch_size]]
 
 
 class _Keys:
-    """The batch sampler of a DataLoader: the rest of one epoch of an order."""
+    """Batch sampler of a DataLoader: the rest of one epoch of an order."""
 
     def __init__(self, order: TrainOrder | EvalOrder):
         self.order, self.epoch, self.start = order, 0, 0
@@ -162,7 +167,7 @@ class _Keys:
 
 
 class _Loader:
-    """Worker processes that outlive epochs, ignore SIGINT and SIGTERM, and are ended by `close`."""
+    """A DataLoader whose workers outlive epochs, ignore SIGINT and SIGTERM, and are ended by `close`."""
 
     _order: type[TrainOrder | EvalOrder]
 
@@ -170,7 +175,8 @@ class _Loader:
         self.dataset = dataset
         self._keys = _Keys(self._order(len(dataset), **order))
         workers = choose_workers(workers)
-        # a container often has 64 MB of shared memory, which ends workers that put tensors there
+        # containers often have 64 MB of shared memory, and workers that put tensors there are killed; they send bytes
+        # through a pipe instead
         self._piped = workers > 0 and measure_shared_memory() < _AMPLE
         self._loader: DataLoader | None = DataLoader(
             dataset,
@@ -180,14 +186,15 @@ class _Loader:
             persistent_workers=workers > 0,
             pin_memory=torch.device(device).type == "cuda",
             worker_init_fn=_ignore_signals,
-            # DataLoader draws a number for each iterator, by default from the global generator
+            # DataLoader draws a base seed for each iterator, by default from the global generator, which would change
+            # training
             generator=torch.Generator(),
         )
         self._iterator: Iterator | None = None
         self._end_workers: weakref.finalize | None = None
 
     def __len__(self) -> int:
-        """Batches per epoch on this rank."""
+        """Return the number of batches per epoch on this rank."""
         return len(self._keys.order)
 
     def close(self) -> None:
@@ -198,16 +205,16 @@ class _Loader:
         self._loader = None
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[tuple]:
-        """The batches of an epoch from number `start` on, in content and order those of an uninterrupted run."""
+        """Yield an epoch's batches from number `start` on, the same as those of an uninterrupted run."""
         if self._loader is None:
             raise RuntimeError("this loader was closed")
         self._keys.epoch, self._keys.start = epoch, start
         with _keep_signals():
             self._iterator = iter(self._loader)
         if self._loader.num_workers and self._end_workers is None:
-            # DataLoader itself ends its workers too late where a traceback still refers to its iterator, and at exit
-            # multiprocessing would send SIGTERM, which our workers ignore, and wait for ever. So the workers are ended
-            # when this object is collected, and at exit before multiprocessing's handler, since handlers run in reverse
+            # DataLoader ends its workers too late while a traceback still refers to its iterator. At exit,
+            # multiprocessing would send SIGTERM, which our workers ignore, and wait for ever. So they are ended when
+            # this object is collected, and at exit before multiprocessing's handler, since handlers run in reverse
             # order of registration.
             self._end_workers = weakref.finalize(self, _end_workers, self._iterator)
             atexit.register(self._end_workers)
@@ -218,10 +225,10 @@ class _Loader:
         try:
             return next(self._iterator, None)
         except UserError:
-            self.dataset.require_readable()  # raises the worker's error again, as one line instead of a traceback
+            self.dataset.require_readable()  # raises the worker's error as one line instead of a traceback
             raise
         except (RuntimeError, OSError, EOFError):
-            # which of these errors a dead worker causes depends on when it died
+            # a dead worker may cause any of these errors, depending on when it died
             workers = getattr(self._iterator, "_workers", [])
             if not workers or not wait([worker.sentinel for worker in workers], timeout=1):
                 raise
@@ -229,11 +236,12 @@ class _Loader:
 
 
 class TrainLoader(_Loader):
-    """Training batches, as the data set's `collate` makes them.
+    """Training batches from the data set's `collate`.
 
     Args:
-        workers: processes that decode and augment; with 0 this process does. The batches are the same.
-        device: the device that takes the batches; for CUDA they are put into page-locked memory.
+        dataset: see `Samples`.
+        workers: processes that decode and augment; 0 uses this process. The batches are the same.
+        device: the device of the batches' consumer; for CUDA they are put into page-locked memory.
         order: batch_size, seed, and the other arguments of `TrainOrder`.
 
     Raises:
@@ -244,12 +252,12 @@ class TrainLoader(_Loader):
     _order = TrainOrder
 
     def files(self, epoch: int, number: int) -> list[str]:
-        """The names of one batch's items."""
+        """Return the names of one batch's items."""
         return [self.dataset.name(index) for _, index in next(self._keys.order.batches(epoch, number))]
 
 
 class EvalLoader(_Loader):
-    """Every sample exactly once over all ranks, in order, from the beginning each time; `order` is of `EvalOrder`.
+    """Every sample exactly once over all ranks, in order, from the start each time; `order` is that of `EvalOrder`.
 
     Other arguments and errors are those of `TrainLoader`.
     """
@@ -261,35 +269,36 @@ class EvalLoader(_Loader):
 
 
 def _collate_to_bytes(collate: Callable[[list[Any]], tuple], samples: list[Any]) -> bytes:
-    """A batch as bytes, which go through a pipe."""
+    """Collate a batch and pickle it for a pipe."""
     return pickle.dumps(collate(samples), pickle.HIGHEST_PROTOCOL)
 
 
 def _end_workers(iterator: Any) -> None:
     iterator._shutdown_workers()
     for worker in iterator._workers:
-        if worker.is_alive():  # it waits for a lock that a worker held when it died
+        if worker.is_alive():  # it waits for a lock that another worker held when it died
             worker.kill()
             worker.join()
 
 
 def _ignore_signals(worker_id: int) -> None:
-    """One to the whole process group must not end the workers before the main process has saved its state."""
+    """Ignore signals to the process group, which must not end workers before the main process has saved its state."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
 
 
 @contextlib.contextmanager
 def _keep_signals() -> Iterator[None]:
-    """Start worker processes inside without leaving them, or this process, a signal handler that strikes at any moment.
+    """Block and restore signals around the start of worker processes.
 
     SIGINT and SIGTERM are blocked: a worker that is forked inside inherits this, and cannot be hit before it ignores
-    them. DataLoader's SIGCHLD handler is removed: it raises wherever the main process happens to be when a worker dies,
+    them. DataLoader's SIGCHLD handler is removed: when a worker dies it raises wherever the main process happens to be,
     in the middle of a training step or of saving. Waiting for a batch notices the death too, within five seconds, and
-    is where we expect it.
+    its error is handled.
     """
     if not hasattr(signal, "pthread_sigmask") or threading.current_thread() is not threading.main_thread():
-        yield  # Windows has neither; elsewhere only the main thread may set handlers, and DataLoader respects that too
+        # Windows has no pthread_sigmask; elsewhere only the main thread may set handlers, as DataLoader knows too
+        yield
         return
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     on_child = signal.getsignal(signal.SIGCHLD)

@@ -1,6 +1,6 @@
-"""Manifests: what a data set holds, small enough for Git, so that no stage depends on images and DVC hashes none.
+"""Manifests: the contents of a data set in a file small enough for Git. Stages depend on it, and DVC hashes no image.
 
-A manifest names no absolute path and no date. For a published data set, names and sizes are compared and contents are
+A manifest holds no absolute path and no date. For a published data set, names and sizes are compared and contents are
 not: a check of ImageNet takes seconds, not hours. For an embedded one, which is small, contents are compared too.
 """
 
@@ -21,7 +21,7 @@ from .kinds import KINDS
 class ClassRecord:
     """One folder, or one annotation file: number of images, bytes, and a hash.
 
-    A folder's hash is over names and sizes, and contents where the kind is embedded; a file's is over its content.
+    A folder's hash covers names and sizes, and contents where the kind is embedded; a file's hash covers its content.
     """
 
     images: int
@@ -42,19 +42,19 @@ class SplitRecord:
 class Manifest:
     """The content of `results/prepare_data/<cell>/manifest.json`.
 
-    The classes of `scenes` are those of segmentation, of which detection has the first ten.
+    The classes of `scenes` are those of segmentation; detection has the first ten of them.
     """
 
     kind: Literal[tuple(KINDS)]
     classes: dict[str, int]  # name -> index
-    splits: dict[str, SplitRecord]  # of class folders, or of image and label folders and the annotation file
-    departures: tuple[str, ...]  # how the counts differ from those of the published data set; empty for a complete one
-    generated: object | None  # the settings that a data set was written with, or `tune` cut off, see `Kind.settings`
-    hash: str  # over the records of all folders
+    splits: dict[str, SplitRecord]  # class folders, or image and label folders and the annotation file
+    departures: tuple[str, ...]  # differences from the published counts; empty for a complete set
+    generated: object | None  # the settings that wrote an embedded set or cut `tune` off, see `Kind.settings`
+    hash: str  # hash over the records of all folders
 
 
 class Folder(NamedTuple):
-    """A folder, or an annotation file: its name in the manifest, where it lies on disk, and what it holds there."""
+    """A folder or an annotation file: its name in the manifest, its path, and its record."""
 
     name: str
     path: Path
@@ -67,7 +67,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read a manifest strictly; a missing or damaged file is a `UserError` that names the stage to run."""
+    """Read a manifest strictly; raises UserError with the stage to run where it is missing or damaged."""
     if not path.is_file():
         raise UserError(f"{path}: no such manifest; run `repro prepare-data` first")
     manifest = build(Manifest, read_json(path), str(path))
@@ -78,10 +78,10 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def verify(manifest: Manifest, root: Path, folders: Mapping[str, Sequence[Folder]]) -> None:
-    """Compare a data set at `root`, or a part of it, with its manifest; `folders` is what lies there now, by split.
+    """Compare a data set at `root`, or a part of it, with its manifest; `folders` are the present ones by split.
 
     Raises:
-        UserError: a class folder too many or too few, or the first folder that differs, how, and how many do.
+        UserError: a class folder is missing or unknown, or the first folder that differs, with the number of others.
     """
     if KINDS[manifest.kind].embedded:
         advice = f"remove {root} and run the same command again, which writes the data set again"
@@ -111,7 +111,7 @@ def verify(manifest: Manifest, root: Path, folders: Mapping[str, Sequence[Folder
 
 
 def record_files(files: Sequence[tuple[bytes, int]], hashes: Sequence[str] | None = None) -> ClassRecord:
-    """The record of a folder, given (name, bytes) of each file, and the hash of each content where it counts too."""
+    """Make a folder's record from the (name, bytes) of its files, and the hashes of their contents if these count."""
     rows = [b"%s\0%d" % pair for pair in files]
     if hashes is not None:
         rows = [row + b"\0" + content.encode() for row, content in zip(rows, hashes, strict=True)]

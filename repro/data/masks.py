@@ -1,4 +1,4 @@
-"""The masks of COCO's objects: polygons, runs of pixels (RLE), and runs compressed into a text."""
+"""Masks of COCO's objects: polygons, runs of pixels (RLE), and runs compressed into a text."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,15 +6,16 @@ from typing import Any
 import numpy as np
 from pycocotools import mask as rle
 
-_MOST_OUTSIDE = 10  # how far from its origin a polygon may reach, in sides of the image
+_MOST_OUTSIDE = 10  # how far from the origin a polygon may reach, in sides of the image
 
 
 def check_mask(segmentation: Any, height: int, width: int) -> bool:
-    """Whether a mask has an area.
+    """Check a mask of an image of (height, width), and return whether it has an area.
 
-    Raises an error about one that pycocotools, which trusts its input, could not draw into an image of this size.
+    pycocotools trusts its input, and takes memory for every pixel of an outline, even far outside the image.
 
-    That takes room for every pixel of an outline, also of one far outside the image.
+    Raises:
+        ValueError, TypeError, LookupError: pycocotools could not draw the mask.
     """
     if isinstance(segmentation, dict):
         size, counts = segmentation["size"], segmentation["counts"]
@@ -32,7 +33,7 @@ def check_mask(segmentation: Any, height: int, width: int) -> bool:
 
 
 def encode_mask(segmentation: Any, height: int, width: int) -> dict[str, Any]:
-    """COCO's polygons, RLE or compressed RLE as compressed RLE; polygons of one or two corners are empty."""
+    """Convert COCO's polygons, RLE or compressed RLE to compressed RLE; polygons of one or two corners are empty."""
     if isinstance(segmentation, dict):
         compressed = not isinstance(segmentation["counts"], list)
         return segmentation if compressed else rle.frPyObjects(segmentation, height, width)
@@ -43,12 +44,12 @@ def encode_mask(segmentation: Any, height: int, width: int) -> dict[str, Any]:
 
 
 def decode_mask(segmentation: Any, height: int, width: int) -> np.ndarray:
-    """COCO's polygons, RLE or compressed RLE as (height, width) uint8; polygons of one or two corners are empty."""
+    """Convert COCO's polygons, RLE or compressed RLE to (height, width) uint8; see `encode_mask`."""
     return rle.decode(encode_mask(segmentation, height, width))
 
 
 def _has_area(polygon: Sequence[float]) -> bool:
-    """Whether the corners do not lie on one line; mostly known at the third one."""
+    """Return whether the corners are not all on one line, which the third one mostly tells."""
     along = down = 0
     for x, y in zip(polygon[::2], polygon[1::2], strict=True):
         right, below = x - polygon[0], y - polygon[1]
@@ -60,7 +61,11 @@ def _has_area(polygon: Sequence[float]) -> bool:
 
 
 def _parse_counts(text: str) -> list[int]:
-    """The counts of a compressed RLE: five-bit groups, lowest first; from the third, relative to the last but one."""
+    """Parse the counts of a compressed RLE.
+
+    A count is a signed integer in groups of five bits, lowest first; from the fourth on, it is a difference to the last
+    but one.
+    """
     counts, value, shift = [], 0, 0
     for character in text.encode("ascii"):
         bits = character - 48
@@ -69,7 +74,7 @@ def _parse_counts(text: str) -> list[int]:
         value |= (bits & 31) << shift
         shift += 5
         if not bits & 32:
-            value -= (bits & 16) << (shift - 4)  # the sign
+            value -= (bits & 16) << (shift - 4)  # sign extension
             counts.append(value + (counts[-2] if len(counts) > 2 else 0))
             value, shift = 0, 0
     if shift:

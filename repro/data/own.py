@@ -1,9 +1,10 @@
-"""Data sets that a command names, `folder:PATH`, `coco:PATH`, `boxes:PATH` or `ade20k:PATH`, without an edit of params.yaml.
+"""Data sets that a command names by path: `folder:PATH`, `coco:PATH`, `boxes:PATH` or `ade20k:PATH`.
 
-A folder of pictures is read as it is where it holds splits, see `pictures.find_splits`. Class folders without a split,
-or a CSV file of `file,label`, are split here: data/own_<name>/ gets train/<class>/ and val/<class>/ of links, and
-split.csv says where each picture went. A picture's side depends on its own path below the folder alone, so that new
-ones do not move the others. A name belongs to the first set of it, whose path results/own/<name>/data/source.txt holds.
+They need no edit of params.yaml. A folder of pictures that holds splits is read in place, see `pictures.find_splits`.
+Class folders without a split, or a CSV file of `file,label`, are split here: data/own_<name>/ gets train/<class>/ and
+val/<class>/ with links, and split.csv lists the split of each picture. The split of a picture depends only on its own
+path below the folder: new pictures do not move the others. A name is reserved for the first set that takes it, whose
+path is in results/own/<name>/data/source.txt.
 """
 
 import csv
@@ -25,12 +26,12 @@ from .kinds import OWN_KINDS
 from .pictures import EXTENSIONS, find_splits, is_left_out, is_picture, list_classes
 
 _HELD_OUT = 5  # one picture in this many is held out
-MOST_BYTES = 255  # of a name on a disk
-_MOST_IN_RESULTS = 100  # bytes of a set's name, to which the names of records add
+MOST_BYTES = 255  # limit of common file systems on a file name
+_MOST_IN_RESULTS = 100  # limit on a set's name; the names of its records are longer
 
 
 class OwnData(NamedTuple):
-    """A data set that a command names: its kind, where it lies, and the name that its results have."""
+    """A data set that a command names: its kind, its path, and the name of its results."""
 
     kind: str
     path: Path
@@ -38,10 +39,10 @@ class OwnData(NamedTuple):
 
 
 def parse_own(data: str) -> OwnData | None:
-    """What `KIND:PATH` names; None for the name of a cell.
+    """Parse `KIND:PATH`; return None for the name of a cell.
 
     Raises:
-        UserError: an unknown kind, or nothing at the path.
+        UserError: the kind is unknown, or nothing exists at the path.
     """
     kind, colon, place = data.partition(":")
     if not colon:
@@ -62,10 +63,10 @@ def parse_own(data: str) -> OwnData | None:
 
 
 def locate_own(paths: Paths, own: OwnData) -> Path:
-    """The root that the readers take: the folder itself, or that of the links.
+    """Return the root for the readers: the set's folder, or the folder of links if the set is split here.
 
     Raises:
-        UserError: the name is that of another set.
+        UserError: the name is reserved for another set.
     """
     source = own_folder(paths, own) / "data" / "source.txt"
     if source.is_file() and (other := source.read_text(encoding="utf-8").strip()) != _describe(own):
@@ -77,21 +78,21 @@ def locate_own(paths: Paths, own: OwnData) -> Path:
 
 
 def own_folder(paths: Paths, own: OwnData) -> Path:
-    """The folder of a set's results, which no page reports."""
+    """Return the folder of a set's results, which no page reports."""
     return paths.results / "own" / own.name.removeprefix("own_")
 
 
 def claim_name(paths: Paths, own: OwnData) -> None:
-    """Keep the name of a prepared set for it."""
+    """Reserve the name of a prepared set."""
     write_text(own_folder(paths, own) / "data" / "source.txt", _describe(own) + "\n")
 
 
 def split_own(paths: Paths, own: OwnData) -> None:
-    """Link the pictures of a set without a split into train/ and val/; nothing where it has one. Says what is not read.
+    """Link the pictures of a set without splits into train/ and val/, and print what is not read; else do nothing.
 
     Raises:
-        UserError: fewer than two classes, a class with one picture, a folder or CSV that cannot be read, folders that
-            look like splits, or a name that another set has.
+        UserError: fewer than two classes, a class with one picture, an unreadable folder or CSV file, folders that look
+            like splits, or a name that is reserved for another set.
     """
     root = locate_own(paths, own)
     if not _needs_split(own):
@@ -109,6 +110,7 @@ def split_own(paths: Paths, own: OwnData) -> None:
         raise UserError(f"{root}: is in the way; move it, or rename {own.path.name}")
     links, rows = {}, []
     for label, files in classes.items():
+        # every class needs a picture on both sides
         held_out = {file for file in files if _is_held_out(file)} or {max(files, key=_draw)}
         if len(held_out) == len(files):
             held_out.remove(min(files, key=_draw))
@@ -118,11 +120,11 @@ def split_own(paths: Paths, own: OwnData) -> None:
             if links.setdefault(link, file) != file:
                 where = f"two pictures would be {os.path.basename(link)} here"
                 raise UserError(f"{own.path}: {where}, {links[link]} and {file}; rename one")
-            # the table is UTF-8, whatever the names are
+            # the table is UTF-8, but a file name may be any bytes
             shown = os.fsencode(file).decode("utf-8", "backslashreplace")
             rows.append({"file": shown, "label": label, "split": split})
     unfinished = root.with_name(f"{root.name}.tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)  # links alone
+    shutil.rmtree(unfinished, ignore_errors=True)  # holds only links
     try:
         for link, file in links.items():
             (unfinished / link).parent.mkdir(parents=True, exist_ok=True)
@@ -145,15 +147,19 @@ def _describe(own: OwnData) -> str:
 
 
 def _shorten(name: str, most_bytes: int) -> str:
-    """A file's name that a disk takes; a long one keeps its beginning, its suffix and a hash of the whole."""
+    """Shorten a file name to `most_bytes`: keep its beginning and its suffix, and insert a hash of the whole."""
     if len(os.fsencode(name)) <= most_bytes:
         return name
     end = f"__{_draw(name).hex()[:16]}{os.path.splitext(name)[1][:16]}"
+    # drops a character that the cut splits
     return os.fsencode(name)[: most_bytes - len(os.fsencode(end))].decode("utf-8", "ignore") + end
 
 
 def _read_csv(path: Path) -> dict[str, list[str]]:
-    """Label -> files, of a CSV file with the columns `file` and `label`; paths begin at its folder."""
+    """Map each label to its files, from a CSV file with the columns `file` and `label`.
+
+    Paths are relative to the CSV file.
+    """
     labels: dict[str, str] = {}
     classes: dict[str, list[str]] = defaultdict(list)
     try:
@@ -183,12 +189,13 @@ def _read_csv(path: Path) -> dict[str, list[str]]:
 
 
 def _names_a_class(label: str) -> bool:
-    """Whether a folder of this name can be made and is read."""
+    """Return whether a folder of this name can be made and would be read."""
     allowed = "/" not in label and not any(unicodedata.category(character) == "Cc" for character in label)
     return bool(label) and allowed and not is_left_out(label) and len(os.fsencode(label)) <= MOST_BYTES
 
 
 def _draw(file: str) -> bytes:
+    # a hash instead of a random number: the split of a picture must not depend on the other pictures
     return hashlib.sha256(os.fsencode(file)).digest()
 
 

@@ -1,4 +1,4 @@
-"""Which files and folders make a data set of pictures: the one rule for class folders, archives, lists and `predict`."""
+"""The rule that decides which files and folders are pictures: for class folders, archives, lists and `predict`."""
 
 import os
 import re
@@ -10,20 +10,20 @@ from typing import NamedTuple
 from ..core.errors import UserError
 from .findings import RAISE_FIRST, Reporter, count
 
-# of the formats that `pixels.open_image` decodes
+# suffixes of the formats that `pixels.open_image` decodes
 EXTENSIONS = (".jpeg", ".jpg", ".jpe", ".jfif", ".png", ".bmp", ".webp")
-# what systems, and programs for pictures, put beside them; the names of others begin with a dot
+# files of operating systems and photo programs; further ones begin with a dot
 _OF_SYSTEMS = {
     *("__macosx", "icon\r", "thumbs.db", "ehthumbs.db", "desktop.ini", "picasa.ini", "$recycle.bin", "lost+found"),
     *("system volume information", "@eadir", "#recycle", "#snapshot", "@recycle", "@recently-snapshot", "thumbnails"),
     "_thumbs",
 }
-# of files that nobody takes for pictures
+# suffixes of files that are clearly not pictures
 _OF_NOTES = {
     *(".txt", ".csv", ".tsv", ".json", ".jsonl", ".xml", ".md", ".yaml", ".yml", ".toml", ".html", ".htm", ".log"),
     *(".ini", ".db", ".cls", ".npy", ".npz", ".pt", ".py", ".sh", ".pdf", ".xlsx", ".docx", ".url", ".id", ".index"),
 }
-# split -> what its folder is called, in letters alone and without the words around
+# split -> names of its folder in letters alone, without the words in _AROUND
 _NAMES = {
     "train": "train|training|trn",
     "tune": "tune|tuning",
@@ -34,30 +34,33 @@ _AROUND = "(?:my|seg|dataset|data|set|split|images|image|imgs|img|pictures|photo
 
 
 class Entries(NamedTuple):
-    """What lies directly in a folder, each sorted by name, without what `is_left_out`."""
+    """Direct content of a folder, each sorted by name, without names that are left out."""
 
-    images: list[tuple[bytes, int]]  # name, bytes
+    images: list[tuple[bytes, int]]  # (name, bytes)
     folders: list[str]  # links to folders are folders
-    others: list[str]  # the other files
+    others: list[str]  # other files
     broken: list[str]  # links that lead nowhere
 
 
 def is_left_out(name: str) -> bool:
-    """Whether a path below a data set is no part of it, by any of its names: hidden, a twin of a Mac, a system's own."""
+    """Return whether a path is not part of a data set: one of its names is hidden, or of a system (macOS, NAS)."""
     return any(part.startswith(".") or part.casefold() in _OF_SYSTEMS for part in name.split("/"))
 
 
 def is_picture(name: str, suffixes: tuple[str, ...] = EXTENSIONS) -> bool:
-    """Whether a file of this name is read, by its suffix in any capitals."""
+    """Return whether a file has one of the suffixes, in any letter case."""
     return name.lower().endswith(suffixes)
 
 
 def list_entries(
     folder: Path, report: Reporter | None = RAISE_FIRST, suffixes: tuple[str, ...] = EXTENSIONS
 ) -> Entries:
-    """List a folder, whose `images` have one of the suffixes; raises UserError where it cannot be read.
+    """List a folder; `images` are the files with one of the suffixes.
 
-    A broken link is an error of the report, where there is one.
+    A broken link is reported as an error, if there is a report.
+
+    Raises:
+        UserError: the folder cannot be read.
     """
     images, folders, others, broken = [], [], [], []
     try:
@@ -72,7 +75,7 @@ def list_entries(
                         images.append((os.fsencode(entry.name), entry.stat().st_size))
                     else:
                         others.append(entry.name)
-                else:  # a link, or a pipe, for which reading would wait for ever
+                else:  # a broken link, or a pipe, which would block a reader for ever
                     (broken if entry.is_symlink() and not os.path.exists(entry.path) else others).append(entry.name)
     except OSError as error:
         raise UserError(f"{error.filename or folder}: {error.strerror}") from None
@@ -83,13 +86,13 @@ def list_entries(
 
 
 def list_classes(root: Path, report: Reporter) -> dict[str, list[str]]:
-    """Class -> its pictures as paths below `root`, for class folders with pictures at any depth, links followed.
+    """Map each class to its sorted pictures as paths below `root`, for class folders of any depth; links are followed.
 
-    The report takes broken links, and is told of what is not read: other files, pictures outside of class folders,
-    folders without pictures, links that lead back.
+    Reports broken links as errors, and tells of everything that is not read: other files, pictures outside of class
+    folders, folders without pictures, links that lead back.
 
     Raises:
-        UserError: a folder that cannot be read, or that two classes share.
+        UserError: a folder cannot be read, or two classes share it.
     """
     top, classes, others = list_entries(root, report), {}, []
     above = {root.resolve(), *root.resolve().parents}
@@ -106,7 +109,7 @@ def list_classes(root: Path, report: Reporter) -> dict[str, list[str]]:
                 if home.partition("/")[0] != label:
                     problem = f"is the same folder as {root / home}, of another class"
                     raise UserError(f"{root / folder}: {problem}; a picture has one class")
-                continue  # read before, under another name
+                continue  # already read under another name
             found = list_entries(root / folder, report)
             pictures += [f"{folder}/{os.fsdecode(name)}" for name, _ in found.images]
             others += [f"{folder}/{name}" for name in found.others]
@@ -122,13 +125,13 @@ def list_classes(root: Path, report: Reporter) -> dict[str, list[str]]:
 
 
 def find_splits(root: Path) -> dict[str, str]:
-    """Split -> its folder, in a set of one's own; empty where the folders of `root` are classes.
+    """Map each split to its folder in a user's own set; empty where the folders of `root` are classes.
 
-    Folders are known by name, in any capitals and by any common one; where several are named like a split, the one of
-    its exact name counts.
+    Split folders are recognised by name, in any letter case and by common synonyms. If several folders name one split,
+    the one of its exact name is taken.
 
     Raises:
-        UserError: two folders for one split; folders by other names that have the same folders inside, as splits do.
+        UserError: two folders for one split; or folders with other names that contain the same folders, as splits do.
     """
     inside = {name: list_entries(root / name, None) for name in list_entries(root, None).folders}
     nested = {name: set(found.folders) for name, found in inside.items() if found.folders and not found.images}
@@ -137,7 +140,7 @@ def find_splits(root: Path) -> dict[str, str]:
         if (split := _name_split(name)) is not None:
             named.setdefault(split, []).append(name)
     like = {name for names in named.values() for name in names}
-    # a class may have such a name, too
+    # a single folder named like a split may be a class
     if ("train" in named and len(named) > 1) or (like and (like == inside.keys() or like <= nested.keys())):
         for split, names in named.items():
             if len(names) > 1 and split not in names:
@@ -155,7 +158,7 @@ def find_splits(root: Path) -> dict[str, str]:
 
 
 def describe_splits(root: Path, splits: Sequence[str]) -> str:
-    """What the folders of a set with these splits, the first of them for training, are taken for."""
+    """Describe for a user how the folders of a set are used; `splits` begins with the one for training."""
     found = find_splits(root)
     used = [found.get(split, split) for split in splits]
     idle = [name for name in list_entries(root, None).folders if name not in used]
@@ -164,7 +167,7 @@ def describe_splits(root: Path, splits: Sequence[str]) -> str:
 
 
 def tell_unread(place: Path, others: Iterable[str], report: Reporter) -> None:
-    """Tell the report how many files, of those with other suffixes, may be pictures that nothing reads."""
+    """Tell the report how many of the files in `others` may be pictures that are not read."""
     suffixes = Counter(os.path.splitext(name)[1].lower() or "without suffix" for name in others if may_be_picture(name))
     if suffixes:
         named = ", ".join(f"{number:,} {suffix}" for suffix, number in suffixes.most_common())
@@ -173,17 +176,17 @@ def tell_unread(place: Path, others: Iterable[str], report: Reporter) -> None:
 
 
 def may_be_picture(name: str) -> bool:
-    """Whether a file that is not read could be meant as a picture: not a note, a table or a program."""
+    """Return whether a file that is not read may be meant as a picture, and is not a note, a table or a program."""
     return os.path.splitext(name)[1].lower() not in _OF_NOTES
 
 
 def show_folders(names: Sequence[str]) -> str:
-    """The first three of some folders, for a message."""
+    """Format the first three folders for a message."""
     return ", ".join(f"{name}/" for name in names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def _name_split(folder: str) -> str | None:
-    """The split that a folder's name stands for: `val` for Valid, validation_set or dev."""
+    """Return the split that a folder's name stands for (`val` for Valid, validation_set or dev), or None."""
     letters = re.sub("[^a-z]", "", folder.casefold())
     return next(
         (split for split, names in _NAMES.items() if re.fullmatch(f"{_AROUND}(?:{names}){_AROUND}", letters)), None

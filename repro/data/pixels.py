@@ -1,4 +1,4 @@
-"""Decoding images and label maps."""
+"""Decoding of images and label maps."""
 
 import contextlib
 import io
@@ -14,21 +14,22 @@ from PIL import Image, ImageOps
 from ..core.runtime import Runtime
 from .findings import BadData, Finding
 
-FORMATS = ("JPEG", "PNG", "BMP", "WEBP")  # no other decoder of Pillow gets to see a file
-MOST_OBLONG = 50  # scaled to the size of a model by its short side, a longer picture becomes enormous
-# what reading a file raises that cannot be read
+FORMATS = ("JPEG", "PNG", "BMP", "WEBP")  # a file never reaches another decoder of Pillow
+# largest ratio of the sides: a more oblong picture becomes enormous when its short side is resized for a model
+MOST_OBLONG = 50
+# exceptions for a file that cannot be read
 UNREADABLE = (OSError, ValueError, EOFError)
-_EXACT = ("PNG", "BMP")  # formats in which every pixel stays as it was
+_EXACT = ("PNG", "BMP")  # lossless formats, whose pixels are exact labels
 _ORIENTATION = 0x0112  # the EXIF tag
-MAX_PIXELS = Runtime.max_pixels  # where no setting is at hand; images of ImageNet, COCO and ADE20K are smaller
-_animated: list[str] = []  # the first animation that was read
+MAX_PIXELS = Runtime.max_pixels  # default where no setting is given; images of ImageNet, COCO and ADE20K are smaller
+_animated: list[str] = []  # name of the first animation; only this one is logged
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
 class WrongSize(ValueError):
-    """An intact picture that is not read because of its size: (problem, advice)."""
+    """An intact picture that is rejected because of its size; its arguments are (problem, advice)."""
 
     def __str__(self) -> str:
         return "; ".join(self.args)
@@ -36,7 +37,7 @@ class WrongSize(ValueError):
 
 @contextlib.contextmanager
 def lift_limit() -> Iterator[None]:
-    """Within the context, Pillow reads and crops pictures of any size, since the limit is `runtime.max_pixels`."""
+    """Let Pillow read and crop pictures of any size within the context; `runtime.max_pixels` is the limit instead."""
     before = Image.MAX_IMAGE_PIXELS
     Image.MAX_IMAGE_PIXELS = None
     try:
@@ -46,7 +47,7 @@ def lift_limit() -> Iterator[None]:
 
 
 def explain_error(error: Exception) -> str:
-    """An exception in one line that repeats no path."""
+    """Describe an exception in one line without its path."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     text = " ".join(str(error).split())
@@ -54,27 +55,28 @@ def explain_error(error: Exception) -> str:
 
 
 def open_image(content: bytes, name: object, max_pixels: int = MAX_PIXELS, *, upright: bool = True) -> Image.Image:
-    """Decode an image in one of `FORMATS`, and turn it as its EXIF data say or, unless `upright`, leave it as stored.
+    """Decode an image in one of `FORMATS`; rotate it by its EXIF data if `upright`, else leave it as stored.
 
-    An animation gives its first frame, which is said once. `name` is what messages call the image.
+    An animation gives its first frame, which is logged once. `name` identifies the image in messages.
 
     Raises:
-        ValueError: in one line, what is wrong: damaged bytes or another format; as `WrongSize`, by the header alone,
-            more than `max_pixels` or sides whose ratio is above `MOST_OBLONG`.
+        ValueError: damaged bytes or another format. As `WrongSize`, from the header alone: more than `max_pixels`, or
+            sides whose ratio is above `MOST_OBLONG`.
     """
     return _open(content, name, max_pixels, upright=upright)[0]
 
 
 def decode_rgb(content: bytes, name: object, max_pixels: int = MAX_PIXELS, *, upright: bool = True) -> Image.Image:
-    """Decode an image as RGB, see `open_image`; by default as OpenCV does.
+    """Decode an image as RGB, see `open_image`; the default `upright` agrees with OpenCV.
 
-    Grey becomes three equal channels, 16 bits keep the upper 8, alpha is left out, palettes and CMYK are converted.
+    Grey becomes three equal channels, of 16 bits the upper 8 are kept (if `upright`), alpha is dropped, palettes and
+    CMYK are converted.
     """
     return _to_rgb(open_image(content, name, max_pixels, upright=upright), upright)
 
 
 def read_pixels(path: Path, max_pixels: int = MAX_PIXELS) -> np.ndarray:
-    """Read a file as (H, W, 3) uint8, red first, see `decode_rgb`; UserError where it is missing or unreadable."""
+    """Read a file as (H, W, 3) uint8, RGB, see `decode_rgb`; raises UserError where it is missing or unreadable."""
     return np.array(_decode_file(path, decode_rgb, max_pixels))
 
 
@@ -82,17 +84,17 @@ def read_labels(path: Path, max_pixels: int = MAX_PIXELS) -> np.ndarray:
     """Read a label map as (H, W) uint8: grey levels, or the indices of a palette.
 
     Raises:
-        UserError: a file that is missing or damaged, not one channel of 8 bits, or in a format that changes pixels.
+        UserError: the file is missing or damaged, has not one channel of 8 bits, or its format is lossy.
     """
     return _read_labels(path, max_pixels)[0]
 
 
 def read_labelled(image: Path, labels: Path, max_pixels: int = MAX_PIXELS) -> tuple[np.ndarray, np.ndarray]:
-    """Read an image as `read_pixels` and its label map as `read_labels`, both turned as their own EXIF data say.
+    """Read an image as `read_pixels` and its label map as `read_labels`, each rotated by its own EXIF data.
 
     Raises:
-        UserError: as `read_labels`; two different sizes; an image that EXIF data turn within its size while its label
-            map has none, so that nothing tells whether that was drawn on the image as shown.
+        UserError: as `read_labels`; the sizes differ; or the orientation is ambiguous, since EXIF data rotate the image
+            without changing its size, and the label map has other or no EXIF data.
     """
     shown, _, turned = _decode_file(image, _open, max_pixels)
     pixels = np.array(_to_rgb(shown, True))
@@ -101,7 +103,8 @@ def read_labelled(image: Path, labels: Path, max_pixels: int = MAX_PIXELS) -> tu
         sizes = (f"{shape[1]}×{shape[0]}" for shape in (found.shape, pixels.shape))
         problem = "is {}, its image {}".format(*sizes)
         raise BadData(Finding("error", labels, problem, "take the label map of this image, of its size"))
-    within = turned in (2, 3, 4) or (turned > 4 and shown.width == shown.height)  # the size does not tell
+    # the size cannot tell whether the labels were drawn on the rotated image
+    within = turned in (2, 3, 4) or (turned > 4 and shown.width == shown.height)
     if within and own != turned:
         problem = (
             f"is turned by its EXIF data (orientation {turned}), and {labels.name} is not: which way is it labelled?"
@@ -113,7 +116,7 @@ def read_labelled(image: Path, labels: Path, max_pixels: int = MAX_PIXELS) -> tu
 def _open(
     content: bytes, name: object, max_pixels: int, *, upright: bool = True
 ) -> tuple[Image.Image, str | None, int]:
-    """What `open_image` returns, its format, and how its EXIF data turned it: 1 where not at all, else 2 to 8."""
+    """Return the image of `open_image`, its format, and its EXIF orientation: 1 if it was not rotated, else 2 to 8."""
     try:
         # Pillow warns about EXIF data that are odd but readable
         with warnings.catch_warnings(action="ignore"), lift_limit():
@@ -124,7 +127,7 @@ def _open(
             if max(image.size) > MOST_OBLONG * min(image.size):
                 problem = f"{image.width}×{image.height} pixels, one side above {MOST_OBLONG} times the other"
                 raise WrongSize(problem, "crop the picture")
-            # a photo of several pictures is no animation
+            # MPO: a photo file with several pictures, not an animation
             if getattr(image, "is_animated", False) and image.format != "MPO" and not _animated:
                 _animated.append(str(name))
                 _log.warning("%s: an animation; of each such file, the first frame is used", name)
@@ -146,7 +149,7 @@ def _to_rgb(image: Image.Image, upright: bool) -> Image.Image:
 
 
 def _read_labels(path: Path, max_pixels: int) -> tuple[np.ndarray, int]:
-    """A label map, and how its EXIF data turned it."""
+    """Read a label map and its EXIF orientation; raises as `read_labels`."""
     image, form, turned = _decode_file(path, _open, max_pixels)
     advice = "save it as a PNG of 8 bits, grey or with a palette, whose pixels are the numbers of the classes"
     if form not in _EXACT:
@@ -154,7 +157,8 @@ def _read_labels(path: Path, max_pixels: int) -> tuple[np.ndarray, int]:
         advice = "write a PNG from the labels as they were before"
     elif image.mode not in ("L", "P"):
         problem = f"label map of mode {image.mode}, one channel of 8 bits expected"
-    elif form == "PNG" and image.mode == "L" and (depth := path.read_bytes()[24]) < 8:  # Pillow stretches these
+    # Pillow scales fewer bits to 0..255; byte 24 of a PNG is the bit depth
+    elif form == "PNG" and image.mode == "L" and (depth := path.read_bytes()[24]) < 8:
         problem = f"label map of {depth} bits, 8 expected"
     else:
         return np.array(image), turned
@@ -162,7 +166,7 @@ def _read_labels(path: Path, max_pixels: int) -> tuple[np.ndarray, int]:
 
 
 def judge_error(path: Path, error: Exception, advice: str, what: str = "image") -> Finding:
-    """What is wrong with a file that could not be read, and what to do: `advice`, unless the error knows better."""
+    """Return the finding for a file that could not be read, with `advice` unless the error has its own."""
     problem, advice = error.args if isinstance(error, WrongSize) else (explain_error(error), advice)
     return Finding("error", path, f"unreadable {what} ({problem})", advice)
 

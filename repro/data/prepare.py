@@ -1,4 +1,4 @@
-"""Preparing a data set: an embedded one is written, any is read and judged, and a manifest records what it holds."""
+"""Preparation of a data set: write an embedded one, read and check any, and record its contents in a manifest."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -22,15 +22,15 @@ from .pictures import describe_splits
 from .settings import ExpectedCounts
 from .tree import scan_tree
 
-_LOOKED_AT = 500  # pictures of a split of scenes that are decoded before a training
-_IMBALANCE = 10  # between the largest class and the smallest, from which on it is said
+_LOOKED_AT = 500  # pictures per split that are decoded before a training on dense labels
+_IMBALANCE = 10  # ratio of the largest class to the smallest from which a warning is printed
 
 
 def prepare(params: PrepareData, paths: Paths, runtime: Runtime, cell: str) -> None:
     """Write `manifest.json`, `metrics.json` and `run.json` into `results/prepare_data/<cell>`.
 
     Raises:
-        UserError: the data set is missing, badly laid out or not what `expected` says.
+        UserError: the data set is missing, badly laid out or differs from `expected`.
     """
     started = time.monotonic()
     kind, root = KINDS[params.kind], find_data_root(paths, runtime, cell, params.kind)
@@ -60,10 +60,10 @@ def prepare(params: PrepareData, paths: Paths, runtime: Runtime, cell: str) -> N
 
 
 def download(params: PrepareData, paths: Paths, runtime: Runtime, cell: str) -> None:
-    """Get the published files of a cell, and nothing where they are there.
+    """Download the published files of a cell; do nothing if they are there.
 
     Raises:
-        UserError: the kind is not one whose files can be had so, or they cannot be fetched.
+        UserError: files of this kind cannot be downloaded, or the download failed.
     """
     kind = KINDS[params.kind]
     if kind.download is None:
@@ -75,9 +75,10 @@ def download(params: PrepareData, paths: Paths, runtime: Runtime, cell: str) -> 
 
 
 def prepare_own(data: str, paths: Paths, runtime: Runtime) -> None:
-    """Split and prepare a set `KIND:PATH`, and say how its classes are filled.
+    """Split and prepare a set `KIND:PATH`, and print a warning where its classes are unbalanced.
 
-    Raises as `prepare` and `split_own`, and where scenes teach nothing, or a picture of a sample cannot be read.
+    Raises as `prepare` and `split_own`, and UserError where dense labels teach nothing or a sampled picture is
+    unreadable.
     """
     own = parse_own(data)
     split_own(paths, own)
@@ -96,11 +97,12 @@ def prepare_own(data: str, paths: Paths, runtime: Runtime) -> None:
 
 
 def _count_objects(root: Path, kind: Kind, max_pixels: int) -> dict[str, int]:
-    """The targets of each category in `train`; says how many boxes are not used as they are, and what is left out.
+    """Count the targets of each category in `train`; print how many boxes are clipped, and how many are left out.
 
     Raises:
-        UserError: no category, a split without targets, or a picture of a sample that cannot be read.
+        UserError: no category, a split without targets, or a sampled picture that cannot be read.
     """
+    # train is the last, and its counts are returned
     for split in reversed(kind.splits):
         instances = coco.read_instances(root, split, max_pixels=max_pixels, boxes_as_masks=kind.boxes_as_masks)
         if not len(instances.labels):
@@ -121,7 +123,8 @@ def _count_objects(root: Path, kind: Kind, max_pixels: int) -> dict[str, int]:
 
 
 def _count_pixels(root: Path, max_pixels: int) -> dict[str, int]:
-    """The pixels of each class in a sample of `train`; raises UserError where a segmenter could not learn."""
+    """Count the pixels of each class in a sample of `train`; raises UserError where no segmenter could learn."""
+    # train is the last, and its counts are returned
     for split in reversed(KINDS["ade20k"].splits):
         pairs = ade20k.AdePairs(root, split, max_pixels=max_pixels)
         if len(pairs.classes) < 2:
@@ -139,7 +142,9 @@ def _count_pixels(root: Path, max_pixels: int) -> dict[str, int]:
 
 
 def scan_manifest(root: Path, kind: str, generated: object = None, report: Reporter = RAISE_FIRST) -> Manifest:
-    """The manifest of the data set at `root`, annotations and pairs judged as in training; `generated`: its settings.
+    """Make the manifest of the data set at `root`; annotations and pairs are checked as for training.
+
+    `generated` are the settings that wrote an embedded data set, or cut `tune` off another.
 
     Raises:
         UserError: see `scan_tree`, `coco.read_classes` and `ade20k.read_classes`.
@@ -159,7 +164,8 @@ def scan_manifest(root: Path, kind: str, generated: object = None, report: Repor
             folders.setdefault(split, []).extend(list_folders(split, with_contents=row.compares_contents))
     splits = {}
     for split, listed in folders.items():
-        # class folders hold the images of a split together; elsewhere the first folder holds all of them
+        # count each image once: in dense formats the first folder has all images, and later ones the label maps or
+        # annotations
         counted = listed if "folders" in row.parts else listed[:1]
         splits[split] = SplitRecord(
             images=sum(folder.record.images for folder in counted),
@@ -185,7 +191,7 @@ def scan_manifest(root: Path, kind: str, generated: object = None, report: Repor
 def _find_differences(
     num_classes: int, splits: Mapping[str, SplitRecord], expected: ExpectedCounts
 ) -> Iterator[tuple[str, int, int]]:
-    """(name, found, expected) of each count that differs; of a split that is not there, or not expected, 0."""
+    """Yield (name, found, expected) of each count that differs; 0 for a split that is missing or not expected."""
     counts = {"classes": num_classes} | {split: record.images for split, record in splits.items()}
     for name in {**counts, **dict.fromkeys(sorted(expected.splits))}:
         if (found := counts.get(name, 0)) != (wanted := getattr(expected, name) or 0):

@@ -1,12 +1,15 @@
-"""Data sets of classification: root/<split>/<class>/<image>, scanned once with `os.scandir`.
+"""Classification data sets: root/<split>/<class>/<image>, scanned once with `os.scandir`.
 
-A split may also be tar archives, for storage that is slow with small files: root/<split>/*.tar. The class of an image
-then comes from the first of these that exists: a member `<key>.cls`, which holds an index among the sorted
-wnids of ImageNet-1K, or names a class of one's own by its number (WebDataset shards, whose keys end at the first dot);
-the folder in the archive; the archive's own name (`n01440764.tar`, as the
-archives in ILSVRC2012_img_train.tar are called).
-Images are read by their place in the archive, in any order. A sharded data set therefore trains in the same order as
-its files would, and continues at the same batch; a shuffle buffer allows neither.
+For storage that is slow with small files, a split may also be tar archives: root/<split>/*.tar. The class of an image
+is then the first of these that exists:
+
+- a member `<key>.cls` of WebDataset shards, whose keys end at the first dot: an index among the sorted wnids of
+  ImageNet-1K, or the number of a class in a user's own set;
+- the image's folder in the archive;
+- the archive's name (`n01440764.tar`, as in ILSVRC2012_img_train.tar).
+
+Images are read at their offset in the archive, in any order. Training on a sharded data set therefore has the same
+order as on its files, and resumes at the same batch; a shuffle buffer allows neither.
 """
 
 import contextlib
@@ -32,23 +35,24 @@ from .pictures import EXTENSIONS, Entries, find_splits, list_entries, may_be_pic
 from .settings import TuneSplitSettings
 
 _ARCHIVES = (".tar", ".gz", ".zip", ".tgz")
-# where the archive of Kaggle and the usual scripts put the splits
+# folders of Kaggle's archive and of common scripts
 _USUAL_PLACES = ("ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "imagenet", "ILSVRC2012", "ImageNet", "data")
-# the listing of archives is kept in their folder: to read 1.28 million headers takes minutes
+# cache of the listing in the archives' folder: reading 1.28 million headers takes minutes
 _INDEX = ".shards.npz"
-_RULES = 2  # of what is listed; a listing by other ones is made again
-_Row = tuple[str, bytes, int, int, int]  # of an image in an archive: class, file name, bytes, which archive, first byte
+_RULES = 2  # version of the rules of a listing; another version invalidates the cache
+# (class, file name, bytes, index of the archive, byte offset) of an archived image
+_Row = tuple[str, bytes, int, int, int]
 
 
 class ImageBytes(NamedTuple):
-    """The bytes of an image: a whole file, or `size` bytes of it from `offset` on."""
+    """Location of an image's bytes: a whole file, or `size` bytes of it from `offset` on."""
 
     file: str
     offset: int = 0
     size: int | None = None
 
     def read(self) -> bytes:
-        """The bytes; raises OSError."""
+        """Read the bytes; raises OSError."""
         with open(self.file, "rb") as stream:
             stream.seek(self.offset)
             return stream.read(-1 if self.size is None else self.size)
@@ -56,28 +60,29 @@ class ImageBytes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Archives:
-    """Where the images of an archived split lie."""
+    """Locations of the images of an archived split."""
 
     files: np.ndarray  # (S,) bytes; file names of the archives
-    number: np.ndarray  # (N,) int64; the archive of each image, a place in `files`
-    offsets: np.ndarray  # (N,) int64; where its bytes begin there
+    number: np.ndarray  # (N,) int64; index in `files` of each image's archive
+    offsets: np.ndarray  # (N,) int64; byte offset of each image in its archive
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """The files of one split, ordered by class and then by name.
+    """The files of one split, sorted by class and then by name.
 
-    They are arrays because 1.28 million Python strings would be copied into every worker process page by page.
+    Arrays instead of lists: the reference counts of 1.28 million strings would make every forked worker copy the memory
+    pages.
     """
 
     names: np.ndarray  # (N,) bytes; file names within their class folder
     sizes: np.ndarray  # (N,) int64; bytes
     targets: np.ndarray  # (N,) int64; class indices
-    archives: Archives | None = None  # where the images lie, if not in class folders
-    folder: str | None = None  # in which they lie, where it is not called like the split
+    archives: Archives | None = None  # locations of archived images; None for class folders
+    folder: str | None = None  # name of the split's folder, if it is not the split's name
 
     def take(self, chosen: np.ndarray) -> "Split":
-        """The images of these ascending indices (n,)."""
+        """Select the images at these ascending indices (n,)."""
         archives = self.archives and dataclasses.replace(
             self.archives, number=self.archives.number[chosen], offsets=self.archives.offsets[chosen]
         )
@@ -86,26 +91,26 @@ class Split:
 
 @dataclasses.dataclass(frozen=True)
 class Tree:
-    """A scanned root. A class's index is its place in the sorted folder names."""
+    """A scanned root. The index of a class is its place in the sorted folder names."""
 
     root: Path  # holds a folder for each split
     classes: tuple[str, ...]  # sorted names of the class folders, the same in every split
     splits: dict[str, Split]
     kind: Kind
-    max_pixels: int = Runtime.max_pixels  # of an image that is read
+    max_pixels: int = Runtime.max_pixels  # largest image that is read
 
     def folder(self, split: str) -> Path:
-        """The folder that holds the images of a split."""
+        """Return the folder of a split's images."""
         return self.root / (self.splits[split].folder or split)
 
     def path(self, split: str, index: int) -> Path:
-        """The file of one sample; for one in an archive, the archive's path followed by the name in it."""
+        """Return the path of an image; for an archived one, the archive's path followed by the file name."""
         files, source = self.splits[split], self.source(split, index)
         return Path(source.file) if files.archives is None else Path(source.file, os.fsdecode(files.names[index]))
 
     def source(self, split: str, index: int) -> ImageBytes:
-        """Where the bytes of one sample are."""
-        # strings instead of Path objects, which are slow to join: this runs for every image
+        """Return the location of an image's bytes."""
+        # strings instead of Path objects, whose joins are slow: this runs for every image
         files = self.splits[split]
         folder = os.path.join(self.root, files.folder or split)
         if files.archives is None:
@@ -114,9 +119,9 @@ class Tree:
         return ImageBytes(os.path.join(folder, archive), int(files.archives.offsets[index]), int(files.sizes[index]))
 
     def list_folders(self, split: str, with_contents: bool) -> list[Folder]:
-        """What a split holds, by class; an archived split has the same records as its folders would have.
+        """Record a split by class. An archived split gets the records that its folders would have.
 
-        Every image is read if their contents count too.
+        `with_contents` includes the contents in the hashes, which reads every image.
         """
         files = self.splits[split]
         ends = np.searchsorted(files.targets, np.arange(len(self.classes)), side="right").tolist()
@@ -136,16 +141,17 @@ def scan_tree(
     """Read the names and sizes of all images below `root`, which holds <split>/<class>/ for every split of the kind.
 
     Args:
-        root, kind: where the data set lies, and a row of `KINDS`, or its name: then the splits are those `at` the root.
-        report: takes what is wrong: root or split missing, images outside of class folders, empty class folders,
-            classes that the kind does not have or that not every split has; warnings for files that nothing reads.
-            Where it lets the scan continue after an error, a split that cannot be read is left out.
-        tune: how a split of this name is cut off `train`, which must be there. No file is moved: these settings, the
-            classes and the sorted names of their images say which ones it has.
+        root: folder of the data set.
+        kind: a row of `KINDS`, or its name; with a name, the splits are those of `Kind.at(root)`.
+        report: receives the findings. Errors: a missing root or split, images outside of class folders, empty class
+            folders, classes that are unknown to the kind or missing in a split. Warnings: files that are not read. If
+            it lets the scan continue after an error, a split that cannot be read is left out.
+        tune: settings that cut a split `tune` off `train`. No file is moved: the split is a function of these settings,
+            the classes and the sorted names of their images.
 
     Raises:
         UserError: an error, if the report raises it; a folder that cannot be listed; a folder `tune` where one is to be
-            cut; otherwise as `choose_tune`.
+            cut off; otherwise as `choose_tune`.
     """
     row = KINDS[kind].at(root) if isinstance(kind, str) else kind
     if tune is not None:
@@ -173,14 +179,14 @@ def scan_tree(
     place_of = {name: place for place, name in enumerate(classes)}
     splits = {}
     for split, (names, files) in found.items():
-        # 0, 1, 2, ... where every split has all classes
+        # the identity where every split has all classes
         places = np.array([place_of[name] for name in names], dtype=np.int64)
         splits[split] = dataclasses.replace(files, targets=places[files.targets], folder=folders.get(split))
     return Tree(root, tuple(classes), splits, row)
 
 
 def record_folder(folder: Path, with_contents: bool) -> ClassRecord:
-    """What a folder of images holds, their contents read where they count. Raises UserError as `list_entries`."""
+    """Record a folder of images, with its contents if asked for; raises UserError as `list_entries`."""
     images = list_entries(folder).images
     return record_files(
         images, [hash_file(folder / os.fsdecode(name)) for name, _ in images] if with_contents else None
@@ -188,9 +194,9 @@ def record_folder(folder: Path, with_contents: bool) -> ClassRecord:
 
 
 def list_images(folder: Path, report: Reporter, advice: str) -> dict[str, int] | None:
-    """File name -> bytes of the images in a folder that must hold some; None where there is no such folder.
+    """Map file name to bytes for the images in a folder; None where the folder is missing.
 
-    The report takes what is wrong: no such folder, no image in it, empty files; a warning for files that nothing reads.
+    Reports as errors a missing folder, no image in it and empty files; as warnings, files that are not read.
     """
     if not folder.is_dir():
         report.error(folder, "no such folder", advice)
@@ -217,12 +223,12 @@ def _warn_of_others(folder: Path, others: Sequence[str], report: Reporter) -> No
 
 
 def show_few(names: Sequence[str]) -> str:
-    """The first three of some names, for a message."""
+    """Format the first three names for a message."""
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def _read_split(folder: Path, kind: Kind, report: Reporter) -> tuple[tuple[str, ...], Split] | None:
-    """The sorted classes and the files of a split's folder; None where there is nothing to read."""
+    """Read the sorted classes and the files of a split's folder; None where there is nothing to read."""
     root = folder.parent
     if not folder.is_dir():
         inside = next(
@@ -254,7 +260,7 @@ def _suffixes_of(kind: Kind) -> tuple[str, ...]:
 
 
 def _read_folders(folder: Path, entries: Entries, report: Reporter, suffixes: tuple[str, ...]) -> Split:
-    """The files of class folders."""
+    """List the images in class folders."""
     names, sizes, counts, empty, too_deep = [], [], [], [], []
     others = [name for name in entries.others if not name.lower().endswith(_ARCHIVES)]
     for name in report.track(entries.folders, f"listing {folder.name}/"):
@@ -275,9 +281,9 @@ def _read_folders(folder: Path, entries: Entries, report: Reporter, suffixes: tu
 
 
 def _read_archives(archives: list[Path], report: Reporter, kind: Kind) -> tuple[tuple[str, ...], Split] | None:
-    """The sorted classes and the files of a split of archives; None where there is no image.
+    """List the sorted classes and the images of a split of archives; None where there is no image.
 
-    A listing without errors is kept in `.shards.npz` in their folder, where it can be written.
+    A listing without errors is cached in `.shards.npz` in their folder, if that is writable.
     """
     folder, suffixes = archives[0].parent, _suffixes_of(kind)
     stamp = np.array(
@@ -293,7 +299,7 @@ def _read_archives(archives: list[Path], report: Reporter, kind: Kind) -> tuple[
             report.error(folder, f"its archives hold no image ({', '.join(suffixes)})", "pack the images into them")
             return None
         labels, names, *numbers = zip(*rows)
-        classes = {name: place for place, name in enumerate(dict.fromkeys(labels))}  # sorted, as the rows are
+        classes = {name: place for place, name in enumerate(dict.fromkeys(labels))}  # sorted, since the rows are
         kept = {
             "classes": np.array([os.fsencode(name) for name in classes], dtype=np.bytes_),
             "names": np.array(names, dtype=np.bytes_),
@@ -302,7 +308,7 @@ def _read_archives(archives: list[Path], report: Reporter, kind: Kind) -> tuple[
             **{key: np.array(column, dtype=np.int64) for key, column in zip(("sizes", "number", "offsets"), numbers)},
         }
         if report.num_errors == errors_before:
-            # a read-only data set is listed again next time
+            # a read-only data set has no cache, and is listed each time
             with contextlib.suppress(OSError), atomic(folder / _INDEX) as temporary, open(temporary, "wb") as stream:
                 np.savez(stream, files=files, stamp=stamp, **kept)
     tell_unread(folder, map(os.fsdecode, kept["others"].tolist()), report)
@@ -314,7 +320,7 @@ def _read_archives(archives: list[Path], report: Reporter, kind: Kind) -> tuple[
 
 
 def _load(path: Path, files: np.ndarray, stamp: np.ndarray) -> dict[str, np.ndarray] | None:
-    """An earlier listing of the same archives; None where there is none."""
+    """Load the cached listing of the same archives; None where there is none."""
     try:
         with np.load(path) as found:
             kept = dict(found)
@@ -325,7 +331,7 @@ def _load(path: Path, files: np.ndarray, stamp: np.ndarray) -> dict[str, np.ndar
 
 
 def _list_rows(archives: list[Path], report: Reporter, kind: Kind, others: list[str]) -> list[_Row]:
-    """A sorted row for each image; `others` takes the names of files that may be pictures and are not read."""
+    """List a sorted row for each image; `others` is extended by files that may be pictures and are not read."""
     rows: list[_Row] = []
     for place, path in enumerate(report.track(archives, f"listing {archives[0].parent.name}/")):
         rows += [
@@ -342,7 +348,7 @@ def _list_rows(archives: list[Path], report: Reporter, kind: Kind, others: list[
 
 
 def _cut_tune(tree: Tree, settings: TuneSplitSettings) -> Tree:
-    """The tree with a split `tune` of images that were in the first one."""
+    """Move images of the first split into a new split `tune`."""
     (first, files), *held_out = tree.splits.items()
     chosen = load_function("embedded.choose_tune")(files.targets, settings, tree.folder(first), tree.classes)
     rest, tune = (files.take(np.flatnonzero(places)) for places in (~chosen, chosen))
@@ -351,7 +357,7 @@ def _cut_tune(tree: Tree, settings: TuneSplitSettings) -> Tree:
 
 
 def _check_names(folder: Path, classes: Sequence[str], kind: Kind, report: Reporter) -> None:
-    """Report class folders that the kind does not have: each would shift the index of every class behind it."""
+    """Report class folders that are unknown to the kind: each would shift the index of every class after it."""
     if kind.class_names is None:
         return
     known = kind.class_names()

@@ -1,11 +1,12 @@
-"""Where tokens look: the softmax of a ViT's attention, and the implicit attention of what takes its place in a
-linearised ViT; the work of `repro explain --map attention`.
+"""Attention maps: the softmax of a ViT, or the implicit attention of a linearised ViT.
+
+They are the work of `repro explain --map attention`.
 
 The implicit attention is A(i, j) = ‖∂o_i/∂v_j‖_F / √d of a head with values v_j and outputs o_i of d dimensions, before
-the output projection. For softmax attention, where o_i = Σ_j a_ij v_j, it is the weight a_ij itself; a mixer that has
-no such weights has it too.
+the output projection. For softmax attention, o_i = Σ_j a_ij v_j, it equals the weight a_ij; it is also defined for
+mixers without such weights.
 
-Shape suffixes: L layers, B images, h heads, n tokens that look, N patch tokens, C = h·d channels.
+Shape suffixes: L layers, B images, h heads, n query tokens, N patch tokens, C = h·d channels.
 """
 
 import dataclasses
@@ -33,15 +34,15 @@ from ..models.t5 import T5
 from .classifier import Classifier, subsample
 from .draw import draw_attention
 
-SIDE = 5  # of the lattice of the tokens that look
+SIDE = 5  # of the lattice of query tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Look:
-    """Where tokens of some images look, layer by layer.
+    """Attention of some query tokens in some images, layer by layer.
 
     Args:
-        share: (L, B, h, n, N) of a token's attention that each patch has; a row adds up to 1.
+        share: (L, B, h, n, N) share of a query's attention on each patch; a row adds up to 1.
         shift_ratio: (L,) ‖mean of the keys‖ / mean of ‖key‖ over an image's patches, all heads together, averaged over
             the images.
         grid: (h, w) of the patches.
@@ -53,16 +54,21 @@ class Look:
 
 
 def choose_tokens(grid: Grid) -> list[int]:
-    """The tokens that look: a lattice of at most 5x5 places over the whole grid (h, w), in row-major order."""
+    """Choose the query tokens: a lattice of at most 5x5 places over the whole grid (h, w), in row-major order."""
     rows, columns = (torch.linspace(0, side - 1, min(SIDE, side)).round().long().tolist() for side in grid)
     return [row * grid[1] + column for row in rows for column in columns]
 
 
 def observe_attention(model: nn.Module, images: Tensor, batch_size: int = 16) -> Look:
-    """Where the tokens of `choose_tokens` look in inputs (N,3,H,W), and how far the keys are shifted.
+    """Compute the attention of the tokens of `choose_tokens` for inputs (N,3,H,W), and the shift of the keys.
 
-    Class tokens and registers are left out of the patches' shares. The model is in eval mode, and a t5 or a ViT of
-    timm, whose attention is softmax(qkᵀ d^-½); another one is a ValueError.
+    Class tokens and registers are excluded, and the patches' shares are normalised without them.
+
+    Args:
+        model: in eval mode; a t5, or a ViT of timm with attention softmax(qkᵀ d^-½).
+
+    Raises:
+        ValueError: any other model.
     """
     layers = _find_layers(model)
     prefix = 0 if isinstance(model, T5) else model.num_prefix_tokens
@@ -72,6 +78,7 @@ def observe_attention(model: nn.Module, images: Tensor, batch_size: int = 16) ->
     for part in images.split(batch_size):
         with torch.no_grad():
             projections = _project(model, layers, part)
+        # the projections are constants: only the path from values to outputs is differentiated
         with torch.enable_grad():
             found = [
                 _look(layer, *qkv, grid, [prefix + i for i in chosen])
@@ -84,13 +91,17 @@ def observe_attention(model: nn.Module, images: Tensor, batch_size: int = 16) ->
 
 
 def find_grid(model: nn.Module, images: Tensor) -> Grid:
-    """The grid (h, w) of a t5's or a ViT's patches for images (N,3,H,W)."""
+    """Return the grid (h, w) of a t5's or a ViT's patches for images (N,3,H,W)."""
     size = tuple(images.shape[-2:])
     return model.grid_of(*size) if isinstance(model, T5) else model.patch_embed.dynamic_feat_size(size)
 
 
 def measure_shift_ratio(k_BNC: Tensor) -> Tensor:
-    """Keys (B, N, C) -> (B,) ‖mean over tokens‖ / mean over tokens of ‖k‖: 1 for equal keys, ~1/√N for random ones."""
+    """Compute ‖mean of k‖ / mean of ‖k‖ over the tokens of keys (B, N, C).
+
+    Returns:
+        (B,): 1 for equal keys, about 1/√N for random ones.
+    """
     return k_BNC.mean(1).norm(dim=-1) / k_BNC.norm(dim=-1).mean(1)
 
 
@@ -102,27 +113,30 @@ def measure_implicit_attention(
     num_heads: int,
     tokens: Sequence[int],
 ) -> Tensor:
-    """A(i, j) of the tokens i: (B, h, n, N), by autograd.
+    """Compute A(i, j) of the query tokens i by autograd: (B, h, n, N).
 
-    `mix` maps q, k and v (B, N, C) to outputs (B, N, C). Outputs depend on no other image, nor on other heads' v.
+    `mix` maps q, k and v (B, N, C) to outputs (B, N, C). An output must depend on no other image, and on no other
+    head's v.
     """
     v = v_BNC.detach().requires_grad_()
     out = mix(q_BNC, k_BNC, v).unflatten(2, (num_heads, -1))
     d = out.shape[-1]
+    # one vjp for each of the d channels, batched; images and heads are independent and share them
     units = torch.eye(d, dtype=out.dtype, device=out.device)[:, None, None].expand(d, len(v), num_heads, d)
     rows = []
     for token in tokens:
         (slopes,) = torch.autograd.grad(out[:, token], v, units, retain_graph=True, is_grads_batched=True)
+        # Frobenius norm over the channels of the output (0) and of the values (4)
         rows.append((slopes.unflatten(3, (num_heads, d)).square().sum((0, 4)) / d).sqrt())  # (B, N, h)
     return torch.stack(rows, 1).permute(0, 3, 1, 2)
 
 
 def summarise_looks(looks: Mapping[str, Look], reference: str | None) -> dict[str, dict[str, list[float]]]:
-    """Numbers by layer of each look, averaged over images, heads and tokens.
+    """Summarise each look in numbers by layer, averaged over images, heads and tokens.
 
-    `shift_ratio` as in `Look`; `reach_patches`, the mean distance of a token from the patches that it looks at;
-    `peak_percent`, the share of the patch that it looks at most; and for looks other than the reference
-    `overlap_percent`, Σ_j min(share, share of the reference). `even` is what looking everywhere alike gives.
+    `shift_ratio` is that of `Look`; `reach_patches` is the attention-weighted mean distance from the query;
+    `peak_percent` is the largest share of a patch. For looks other than the reference, `overlap_percent` is Σ_j
+    min(share, share of the reference). `even` has the values of uniform attention.
     """
     first = next(iter(looks.values()))
     distance = _distances(first.grid, first.share)
@@ -152,7 +166,7 @@ def _find_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _project(model: nn.Module, layers: Sequence[nn.Module], images: Tensor) -> list[tuple[Tensor, ...]]:
-    """q, k and v (B, N, C) of each layer, tokens that are no patches included."""
+    """Return q, k and v (B, N, C) of each layer, including tokens that are not patches."""
     found: list[tuple[Tensor, ...]] = []
     hooks = [
         layer.qkv.register_forward_hook(lambda module, args, out: found.append(out.chunk(3, dim=-1)))
@@ -167,7 +181,7 @@ def _project(model: nn.Module, layers: Sequence[nn.Module], images: Tensor) -> l
 
 
 def _look(layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, grid: Grid, tokens: Sequence[int]) -> Tensor:
-    """(B, h, n, N) of one layer, not normalised."""
+    """Compute the attention (B, h, n, N) of one layer, not normalised over the patches."""
     if isinstance(layer, InnerMixer):
         return measure_implicit_attention(lambda *qkv: layer.mix(*qkv, grid), q, k, v, layer.num_heads, tokens).detach()
     heads_q, heads_k = (each.unflatten(2, (layer.num_heads, -1)).transpose(1, 2) for each in (q[:, tokens], k))
@@ -175,19 +189,19 @@ def _look(layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, grid: Grid, tokens:
 
 
 def _distances(grid: Grid, like: Tensor) -> Tensor:
-    """(n, N) in patches, between the tokens of `choose_tokens` and all patches."""
+    """Return the distances (n, N), in patches, between the query tokens and all patches."""
     places = torch.cartesian_prod(*(torch.arange(side) for side in grid)).to(like)
     return torch.cdist(places[choose_tokens(grid)], places)
 
 
 _IMAGES, _SHOWN, _SEED = 32, 3, 0
-_CHOICES = ("inner", "key_norm", "dwc", "neighbours")  # of a linearised model
+_CHOICES = ("inner", "key_norm", "dwc", "neighbours")  # options of a linearised model that go into the record
 TEACHER, BEFORE, AFTER = "teacher", "before", "after"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionParams:
-    """What the numbers of an attention depend on besides the data; its hash is in the record's identity."""
+    """The parameters that determine an attention record besides the data; their hash is in its identity."""
 
     model: str
     weights_hash: str
@@ -199,14 +213,14 @@ class AttentionParams:
 def explain_attention(
     classifier: Classifier, images: Tensor, teacher: Path | None, output: Path, caption: str
 ) -> dict[str, Any]:
-    """Draw where the tokens of images uint8 (N,3,S,S) look, print the numbers by layer, and return them.
+    """Draw the attention in images uint8 (N,3,S,S), print its numbers by layer, and return them.
 
-    With the weights of the teacher from which the classifier was linearised, they are compared with the teacher's, and
-    with those of the student before its training: with what it inherits, and new weights as they are drawn with seed
-    0.
+    With the weights of the `teacher` from which the classifier was linearised, the numbers are compared with the
+    teacher's, and with those of the student before its training: with the inherited weights, and new ones drawn with
+    seed 0.
 
     Raises:
-        UserError: a model without attention, or a teacher that is none of this student.
+        UserError: a model without attention, or a teacher that does not match this student.
     """
     inputs = classifier.to_inputs(images)
     models = {AFTER if teacher else classifier.name: classifier.model}
@@ -219,7 +233,7 @@ def explain_attention(
         except ValueError as error:
             raise UserError(f"{classifier.checkpoint.where}: {error}; use --map erf") from None
     numbers = summarise_looks(looks, TEACHER if teacher else None)
-    # images of a data set are in the order of classes
+    # evenly spaced, since images of a data set are sorted by class
     shown = torch.linspace(0, len(images) - 1, min(_SHOWN, len(images))).round().long()
     pictures = list(images[shown].permute(0, 2, 3, 1).numpy())
     shares = {state: look.share.cpu()[:, shown] for state, look in looks.items()}
@@ -232,7 +246,10 @@ def explain_attention(
 def measure_on_data(
     classifier: Classifier, cell: DataCell, teacher: Path | None, output: Path, paths: Paths, runtime: Runtime
 ) -> None:
-    """`explain_attention` of 32 images of the reported split, recorded in results/replications/<device>/attention."""
+    """Run `explain_attention` on 32 images of the reported split.
+
+    The record is in results/replications/<device>/attention.
+    """
     started, device = time.monotonic(), choose_device(runtime.device)
     tree = cell.open_tree()
     images = classifier.read_images(subsample(tree, _IMAGES, _SEED))
@@ -263,7 +280,7 @@ def measure_on_data(
 
 
 def _find_earlier(classifier: Classifier, teacher: Path) -> Mapping[str, Any]:
-    """The teacher, and the student before its training."""
+    """Build the teacher, and the student before its training."""
     student, checkpoint = classifier.model, open_weights(teacher).require_classifier()
     if not isinstance(student, T5) or student.inner == "softmax":
         raise UserError(

@@ -1,4 +1,4 @@
-"""A trained classifier on its device, with the transform that its images need: what every use of one shares."""
+"""A trained classifier on its device with the transform of its images, shared by all uses of classifiers."""
 
 import contextlib
 import dataclasses
@@ -23,32 +23,34 @@ from ..tasks.classification.task import accuracy
 class Classifier:
     """A classifier in eval mode, without gradients for its parameters."""
 
-    checkpoint: Checkpoint  # where its weights come from
+    checkpoint: Checkpoint  # origin of the weights
     model: nn.Module  # inputs (B, 3, S, S) -> logits (B, num_classes)
-    transform: TransformSettings  # how an image becomes an input
+    transform: TransformSettings  # from an image to an input
     device: torch.device
 
     @property
     def name(self) -> str:
-        """What records call the model."""
+        """The model's name in records."""
         return self.checkpoint.name
 
     def read_images(self, tree: Tree) -> Tensor:
-        """The images of a tree's reported split as the model sees them: uint8 (N, 3, S, S)."""
+        """Read the images of a tree's reported split, resized and cropped for the model: uint8 (N, 3, S, S)."""
         dataset = self._dataset(tree)
         return torch.stack([torch.as_tensor(dataset[(0, index)][0]) for index in range(len(dataset))])
 
     def to_inputs(self, images: Tensor) -> Tensor:
-        """uint8 images (N, 3, S, S) -> normalised fp32 inputs on the model's device."""
+        """Convert uint8 images (N, 3, S, S) to normalised fp32 inputs on the model's device."""
         return ToInput(self.transform, self.device)(images)
 
     def measure_accuracy(
         self, tree: Tree, *, batch_size: int, workers: int, dtype: str = "fp32", progress: Progress | None = None
     ) -> dict[str, float]:
-        """`top1_percent`, `top5_percent`, `held_out_loss` and `held_out_images` over the reported split of a tree.
+        """Compute `top1_percent`, `top5_percent`, `held_out_loss` and `held_out_images` over a tree's reported split.
 
-        `workers` processes read the images; `bf16` and `fp16` run under autocast; `progress` is told the number of
-        finished images.
+        Args:
+            workers: processes that read the images.
+            dtype: `fp32`, or `bf16` and `fp16` under autocast.
+            progress: updated with the number of finished images.
         """
         loader = EvalLoader(self._dataset(tree), batch_size=batch_size, workers=workers, device=self.device)
         try:
@@ -62,14 +64,14 @@ class Classifier:
 
 
 def load_classifier(checkpoint: Checkpoint, device: torch.device, image_size: int | None = None) -> Classifier:
-    """Build a classifier, for the image size of its training or another side in pixels; raises as `Checkpoint.build`."""
+    """Build a classifier for its training image size, or for another side in pixels; raises as `Checkpoint.build`."""
     model = checkpoint.require_classifier().build(image_size).to(device).requires_grad_(False)
     transform = TransformSettings.from_preprocessing(checkpoint.preprocessing, image_size)
     return Classifier(checkpoint=checkpoint, model=model, transform=transform, device=device)
 
 
 def require_sizes(checkpoint: Checkpoint, device: torch.device, sizes: Sequence[int]) -> None:
-    """Run the model on an image of each size, so that one it does not take is found before hours go into the others.
+    """Run the model on an image of each size, so that an unsupported size fails before hours go into the others.
 
     Raises as `load_classifier` and `one_line_errors`.
     """
@@ -81,7 +83,7 @@ def require_sizes(checkpoint: Checkpoint, device: torch.device, sizes: Sequence[
 
 @contextlib.contextmanager
 def one_line_errors(name: str, size: int) -> Iterator[None]:
-    """Around forward passes: a size that the model refuses is a UserError, too little GPU memory a RunError."""
+    """Convert errors of forward passes: a refused size to UserError, too little GPU memory to RunError."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -91,14 +93,17 @@ def one_line_errors(name: str, size: int) -> Iterator[None]:
 
 
 def require_same_classes(checkpoint: Checkpoint, classes: Sequence[str], data: str) -> None:
-    """Raise a UserError if the weights name other classes than the data set of this name has."""
+    """Raise UserError if the weights name other classes than those of the data set `data`."""
     if checkpoint.classes is not None and checkpoint.classes != tuple(classes):
         theirs = len(checkpoint.classes)
         raise UserError(f"{checkpoint.path}: was trained on other classes ({theirs}) than {data} has ({len(classes)})")
 
 
 def subsample(tree: Tree, count: int, seed: int) -> Tree:
-    """The tree with at most `count` images in its reported split, drawn without replacement; they keep their order."""
+    """Return the tree with at most `count` images in its reported split.
+
+    They are drawn without replacement and keep their order.
+    """
     split = tree.kind.reported_split
     files = tree.splits[split]
     if count >= len(files.names):
@@ -111,6 +116,6 @@ def _report_progress(loader: EvalLoader, progress: Progress | None) -> Iterator[
     done = 0
     for batch in loader:
         yield batch
-        done += len(batch[1])  # after the model: its result was waited for
+        done += len(batch[1])  # control returns here after the model's result was waited for
         if progress is not None:
             progress.update(done)

@@ -1,8 +1,8 @@
-"""Whether an inner learner's queries are distributed as its keys, and its outputs as its values: what Fig. 2 of Liu et
-al., "Test-Time Training with KV Binding Is Secretly Linear Attention", shows in two dimensions, as one number each.
+"""Similarity of an inner learner's distributions: its queries and keys, and its outputs and values.
 
-A Gaussian is fitted to each of two sets of vectors on half of the images, and tells the vectors of the other half
-apart. It gets half of them right where the distributions are equal.
+Fig. 2 of Liu et al., "Test-Time Training with KV Binding Is Secretly Linear Attention", shows them in two dimensions;
+here each pair gives one number. A Gaussian is fitted to each of two sets of vectors on half of the images, and
+classifies the vectors of the other half. Equal distributions give 50 %.
 """
 
 import contextlib
@@ -32,10 +32,10 @@ VECTORS = ("q", "k", "v", "out")
 
 
 def tell_apart(first: Tensor, second: Tensor) -> float:
-    """The share of vectors that is told to be of the right one of two sets (N,n,h,d), a mean over the two and h heads.
+    """Compute the accuracy of classifying vectors of two sets (N,n,h,d), a mean over the two sets and h heads.
 
-    One Gaussian for each set, with its own mean and covariance, is fitted on the images with even numbers; those with
-    odd numbers are told apart by their likelihood. It computes in fp64.
+    One Gaussian for each set, with its own mean and covariance, is fitted on the images of even index; vectors of the
+    others are assigned by likelihood. Computes in fp64.
     """
     shares = []
     for one, other in zip(first.double().unbind(2), second.double().unbind(2), strict=True):
@@ -43,15 +43,15 @@ def tell_apart(first: Tensor, second: Tensor) -> float:
         for own, vectors in enumerate((one, other)):
             likelihoods = [likelihood(vectors[1::2].flatten(0, 1)) for likelihood in fitted]
             difference = likelihoods[own] - likelihoods[1 - own]
-            # two equal Gaussians guess
+            # a tie is a guess
             shares.append((difference > 0).double().mean() + 0.5 * (difference == 0).double().mean())
     return float(torch.stack(shares).mean())
 
 
 def _fit(vectors: Tensor) -> Callable[[Tensor], Tensor]:
-    """The log-likelihood, but for a constant, of the Gaussian of vectors (n,d)."""
+    """Fit a Gaussian to vectors (n,d), and return its log-likelihood up to a constant."""
     mean, covariance = vectors.mean(0), torch.cov(vectors.T)
-    # directions without variance, such as those of normalised vectors, would have an infinite density
+    # directions without variance, e.g. of normalised vectors, would have an infinite density
     covariance += 1e-6 * covariance.diagonal().mean() * torch.eye(len(covariance), dtype=covariance.dtype)
     factor = torch.linalg.cholesky(covariance)
 
@@ -64,7 +64,10 @@ def _fit(vectors: Tensor) -> Callable[[Tensor], Tensor]:
 
 @contextlib.contextmanager
 def observe_vectors(model: nn.Module) -> Iterator[list[dict[str, Tensor]]]:
-    """Note `VECTORS` (B, vectors per image, heads, d) of all inner learners but convolutions, in order of the calls."""
+    """Collect `VECTORS` of all inner learners except convolutions, in the order of the calls.
+
+    Each is (B, vectors per image, heads, d).
+    """
     calls: list[dict[str, Tensor]] = []
 
     def note_learner(run: Callable[..., Tensor], loop: Any, weights: Any, *given: Any) -> Tensor:
@@ -83,19 +86,21 @@ def observe_vectors(model: nn.Module) -> Iterator[list[dict[str, Tensor]]]:
 
 
 def measure_layers(classifier: Classifier, cell: DataCell, workers: int) -> list[dict[str, float]]:
-    """Return for each layer: pair -> `tell_apart` in percent, on the reported split.
+    """Compute `tell_apart` in percent for each pair of vectors, layer by layer, on the reported split.
 
     Raises:
-        UserError: a model without an inner learner.
+        UserError: the model has no inner learner.
     """
     with observe_vectors(classifier.model) as calls:
         scores = classifier.measure_accuracy(cell.open_tree(), batch_size=BATCH_SIZE, workers=workers)
     if not calls:
         raise UserError(f"explain: --probe {NAME}: {classifier.checkpoint.model} has no inner learner that is observed")
+    # each batch adds one call per layer, in the order of the layers
     depth, found = len(calls) // -(-scores["held_out_images"] // BATCH_SIZE), []
     for layer in range(depth):
         q, k, v, out = (torch.cat([call[name] for call in calls[layer::depth]]) for name in VECTORS)
-        # of the same distribution, by which the others are to be judged: images two by two, as they come sorted by class
+        # a control for the other pairs: queries of the same distribution, split by image pairs since images are sorted
+        # by class
         side = torch.arange(len(q)) // 2 % 2
         halves = q[side == 0], q[side == 1]
         pairs = {"queries_keys": (q, k), "outputs_values": (out, v), "queries_queries": halves}
@@ -104,10 +109,12 @@ def measure_layers(classifier: Classifier, cell: DataCell, workers: int) -> list
 
 
 def record_distributions(classifier: Classifier, cell: DataCell, paths: Paths, runtime: Runtime) -> None:
-    """Print and record how well the pairs are told apart in a trained model, and in the same with random weights.
+    """Print and record `measure_layers` for a trained model, and for the same model with random weights.
 
-    The record is under results/replications/<device>/probes. Raises as `measure_layers`; data with other classes than
-    the model's are a UserError, too.
+    The record is under results/replications/<device>/probes.
+
+    Raises:
+        UserError: as `measure_layers`; or the data have other classes than the model.
     """
     started, device, checkpoint = time.monotonic(), choose_device(runtime.device), classifier.checkpoint
     tree = cell.open_tree()

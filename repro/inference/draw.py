@@ -1,4 +1,4 @@
-"""The figures of interpretability: PNG files at `path`, `caption` below. Equal numbers give equal bytes."""
+"""Figures of interpretability: PNG files at `path` with `caption` below. Equal numbers give equal bytes."""
 
 import itertools
 import textwrap
@@ -13,8 +13,8 @@ from numpy.typing import ArrayLike
 from ..core.figures import save_png
 from .erf import FieldShape, describe_field
 
-_WIDTH = 9.0  # inches, of every figure
-DECADES = 4  # in the colours of a receptive field
+_WIDTH = 9.0  # width of every figure in inches
+DECADES = 4  # range of the colours of a receptive field, in powers of ten
 MARK = np.array([0.90, 0.35, 0.0])
 # Okabe and Ito's palette, which most people with colour blindness can tell apart
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
@@ -27,10 +27,12 @@ def draw_gradients(
     tops: Mapping[str, Mapping[str, ArrayLike]],
     caption: str,
 ) -> None:
-    """Fig. 3, 9 and 10: a row per picture and state of the weights: the layers' maps, their mean, marked tokens.
+    """Draw Fig. 3, 9 and 10: a row per picture and state of the weights.
+
+    A row has the layers' maps, their mean, and the marked tokens.
 
     Args:
-        pictures: (H,W,3) uint8, as the model sees them.
+        pictures: (H,W,3) uint8, resized and cropped for the model.
         maps: state of the weights -> gradient magnitudes (N,L,h,w), in the order of the rows.
         tops: state of the weights -> `all` and `later` -> masks (N,h,w), see `repro.inference.inner.mark_tokens`.
     """
@@ -40,7 +42,9 @@ def draw_gradients(
     side = (_WIDTH - 0.9) / columns
     figure, axes = _figure(rows, columns, rows * side + 1.0)
     relative = {state: np.concatenate([m, m.mean(1, keepdims=True)], 1) for state, m in maps.items()}
+    # relative to the mean over a picture's tokens: all layers then share one scale
     relative = {state: m / m.mean((2, 3), keepdims=True) for state, m in relative.items()}
+    # the 99th percentile instead of the maximum, which a single token can set
     top = max(2.0, float(np.percentile(np.concatenate([m.ravel() for m in relative.values()]), 99)))
     for row, (n, state) in enumerate((n, state) for n in range(len(pictures)) for state in maps):
         picture = pictures[n] / 255
@@ -65,11 +69,12 @@ def draw_gradients(
 def draw_fields(
     path: Path, fields: Mapping[str, np.ndarray | str], shapes: Mapping[str, FieldShape], caption: str
 ) -> None:
-    """Fig. 8: receptive fields on a logarithmic scale that ends at each model's largest contribution; below, the share
-    of each within a distance of its centre.
+    """Draw Fig. 8: receptive fields on a logarithmic scale up to each model's largest contribution.
+
+    Below, a plot shows the share of the contributions within a distance of the centre.
 
     Args:
-        fields: label -> contributions (H,W), or why there are none.
+        fields: label -> contributions (H,W), or the reason why they are missing.
         shapes: label -> the field in numbers, where there is one.
     """
     columns = min(4, len(fields))
@@ -113,7 +118,10 @@ def draw_fields(
 
 
 def draw_losses(path: Path, losses: Mapping[str, ArrayLike], caption: str) -> None:
-    """Fig. 11: a panel for each layer, with a line for each state of the weights; `losses` maps the state to (L,T)."""
+    """Draw Fig. 11: a panel for each layer, with a line for each state of the weights.
+
+    `losses` maps the state to (L,T).
+    """
     layers = len(next(iter(losses.values())))
     columns = min(4, layers)
     rows = -(-layers // columns)
@@ -146,15 +154,16 @@ def draw_attention(
     tokens: Sequence[int],
     caption: str,
 ) -> None:
-    """Where the central one of the chosen tokens looks, a row for each picture and state with a map for each layer;
-    below, numbers by layer.
+    """Draw the attention of the central query token: a row per picture and state, with a map per layer.
+
+    Below, plots show the numbers by layer.
 
     Args:
-        pictures: (H,W,3) uint8, as the model sees them.
-        shares: state -> (L,B,h,n,N) of at least these images; the maps are means over the heads.
+        pictures: (H,W,3) uint8, resized and cropped for the model.
+        shares: state -> (L,B,h,n,N) for at least these images; the maps are means over the heads.
         numbers: state -> name -> (L,), see `repro.inference.attention.summarise_looks`.
         grid: (h, w) of the N patches.
-        tokens: the n patches that look, by their numbers.
+        tokens: indices of the n query patches.
     """
     shares = {state: np.asarray(found).mean(2) for state, found in shares.items()}
     layers = next(iter(shares.values())).shape[0]

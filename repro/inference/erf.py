@@ -1,8 +1,8 @@
 """The effective receptive field of the central unit (Fig. 8), as a map and in numbers.
 
 After Luo et al. (2016), with the y of Ding et al. (2022, RepLKNet): the contribution of a pixel is |∂y/∂x|, summed over
-its colours and averaged over images, where y is the sum of the positive values at the central position of the last
-feature map, after the final norm. A plain sum over channels would be meaningless, because LayerNorms remove the mean
+its colours and averaged over images. Here y is the sum of the positive values at the central position of the last
+feature map, after the final norm. A plain sum over channels would be meaningless, because LayerNorm removes the mean
 over channels.
 """
 
@@ -20,15 +20,14 @@ class FieldShape:
     """A receptive field in numbers.
 
     Args:
-        share_within: the share of the contributions within 0, 1, 2, … pixels of the centre.
-        radius_50_px, radius_90_px: the distance in pixels within which 50 % and 90 % of the contributions lie.
-        anisotropy: the share of the contributions inside the largest circle around the centre that would have to move
-            along their ring (one patch wide) to be spread evenly over its eight sectors: 0 for a radial field, 7/8 for
-            a ray.
-        share_ahead: the contributions from patches after the central one in row-major order, as a share of those from
-            before and after it: 0 for a model with only a forward scan, 1/2 for one that sees both sides alike, None if
-                the central patch
-            alone contributes.
+        share_within: share of the contributions within 0, 1, 2, … pixels of the centre.
+        radius_50_px, radius_90_px: distance in pixels within which 50 % and 90 % of the contributions lie.
+        anisotropy: share of the contributions inside the largest circle around the centre that would have to move along
+            their ring (one patch wide) to be evenly distributed over its eight sectors: 0 for a radial field, 7/8 for a
+            ray.
+        share_ahead: contributions from patches after the central one in row-major order, as a share of those from
+            before and after it: 0 for a model with only a forward scan, 1/2 for a symmetric field, None if only the
+            central patch contributes.
     """
 
     share_within: list[float]
@@ -39,25 +38,29 @@ class FieldShape:
 
 
 def get_last_features(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The function from images (B,3,H,W) to a model's last feature map (B,C,h,w), normed, without class tokens."""
+    """Return the function from images (B,3,H,W) to a model's last feature map (B,C,h,w).
+
+    The map is normed, and has no class tokens.
+    """
     return lambda x: model.forward_intermediates(x, indices=1, norm=True, output_fmt="NCHW", intermediates_only=True)[0]
 
 
 def find_centre(model: nn.Module, image_size: tuple[int, int]) -> tuple[float, float]:
-    """The pixel, as (row, column), at which the central position of a model's last feature map looks.
+    """Find the pixel (row, column) at the centre of the region that a model's central last feature stems from.
 
-    For a model with patches it is the middle of the patch; position i of padded convolutions looks at i·stride.
+    For a model with patches it is the middle of the patch; for padded convolutions, position i is centred at pixel
+    i·stride.
     """
     stride = model.feature_info[-1]["reduction"]
     middle = (stride - 1) / 2 if hasattr(model, "patch_embed") else 0.0
-    # padding lets one more position begin where the stride does not divide the side
+    # padding adds one position where the stride does not divide the side
     return tuple((-(-side // stride) // 2) * stride + middle for side in image_size)
 
 
 def compute_receptive_field(features: Callable[[Tensor], Tensor], images: Tensor, batch_size: int = 32) -> Tensor:
-    """Contributions (H,W), fp64, of pixels of images (N,3,H,W) to a feature map's central position (h // 2, w // 2).
+    """Compute contributions (H,W) fp64 of the pixels of images (N,3,H,W) to a feature map's position (h // 2, w // 2).
 
-    `features` maps images to (B,C,h,w), where images must not affect each other.
+    `features` maps images to (B,C,h,w); images must not affect each other.
     """
     total = torch.zeros(images.shape[-2:], dtype=torch.float64, device=images.device)
     for part in images.split(batch_size):
@@ -69,10 +72,10 @@ def compute_receptive_field(features: Callable[[Tensor], Tensor], images: Tensor
 
 
 def describe_field(field: Tensor, centre: tuple[float, float], patch: int = 16) -> FieldShape:
-    """The shape of a field (H,W) around a centre (row, column), for patches of `patch` x `patch` pixels.
+    """Summarise a field (H,W) around a centre (row, column), for patches of `patch` x `patch` pixels.
 
     Raises:
-        ValueError: a field with no contribution at all, or with one that is not finite.
+        ValueError: the contributions are all zero, or not finite.
     """
     total = field.sum()
     if not total.isfinite() or total <= 0:
@@ -87,7 +90,7 @@ def describe_field(field: Tensor, centre: tuple[float, float], patch: int = 16) 
     def within(share: float) -> float:
         return float(radii[min(int(torch.searchsorted(shares, share)), len(radii) - 1)])
 
-    # the last pixel within each whole distance; there may be none within 0
+    # number of pixels within each whole distance, which may be 0
     last = torch.searchsorted(
         radii, torch.arange(int(radii[-1]) + 2, dtype=radii.dtype, device=radii.device), right=True
     )
@@ -104,7 +107,7 @@ def describe_field(field: Tensor, centre: tuple[float, float], patch: int = 16) 
 def _anisotropy(field: Tensor, down: Tensor, right: Tensor, radius: Tensor, width: int) -> float:
     inside = radius <= min(-down[0], down[-1], -right[0, 0], right[0, -1])
     ring = (radius[inside] / width).long()
-    # sectors are centred on the axes and diagonals, so that a square grid of patches favours as few of them as possible
+    # sectors centred on axes and diagonals treat a square grid of patches most evenly
     turn = torch.atan2(down.expand_as(field), right.expand_as(field))[inside] / (2 * torch.pi)
     place = ring * SECTORS + (turn * SECTORS).round().long() % SECTORS
     rings = int(ring.max()) + 1

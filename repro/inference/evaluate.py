@@ -1,4 +1,4 @@
-"""Accuracy of trained models on a prepared data set, at one image size or several: the work of `repro evaluate`."""
+"""Accuracy of trained models on a prepared data set, at one or several image sizes, for `repro evaluate`."""
 
 import dataclasses
 import math
@@ -25,11 +25,11 @@ from ..models.registry import kernel_backend
 from .classifier import Classifier, load_classifier, one_line_errors, require_same_classes, require_sizes, subsample
 from .params import EvaluatedParams, EvaluateRequest
 
-LIMIT_SEED = 0  # of the images that a limit draws: the same ones for every model
+LIMIT_SEED = 0  # seed of the images that a limit draws: the same ones for every model
 CURVE = ("image_size", "top1_percent", "top5_percent", "held_out_loss", "held_out_images")
-# () -> (models with published weights, and the sides of their images in pixels; reason -> labels of the rows without)
+# () -> (models with published weights and their image sides in pixels; reason -> labels of the rows without weights)
 FindModels = Callable[[], tuple[Sequence[tuple[Published, int]], dict[str, list[str]]]]
-FindPrinted = Callable[[str, int], str | None]  # registered name, side in pixels -> percent as printed
+FindPrinted = Callable[[str, int], str | None]  # (registered name, side in pixels) -> percent as printed in the paper
 
 
 def evaluate(
@@ -43,17 +43,21 @@ def evaluate(
 ) -> None:
     """Evaluate each model at each size, print a line for each, and write the records.
 
-    They are results/replications/<device>/evaluate/<model>_<data>_<size>_<weights>.json, for a set of one's own in
-    results/own/<set>/<device>/evaluate/; the name ends in a limit, and in a dtype other than fp32. Several sizes also give <model>_<data>_<weights>/curve.{csv,png}. If one of several
-    models fails, a line on stderr says so and the others are evaluated.
+    A record is results/replications/<device>/evaluate/<model>_<data>_<size>_<weights>.json; for a user's own set the
+    folder is results/own/<set>/<device>/evaluate/. A limit, and a dtype other than fp32, are appended to the name.
+    Several sizes also give <model>_<data>_<weights>/curve.{csv,png}. If one of several models fails, a line on stderr
+    reports it and the others are evaluated.
 
-    `data` is a cell of `prepare_data`. `find_models` finds the models of the paper's table, for `request.table1`, and
-    `find_printed` the accuracy that the paper prints for a model, which is shown next to a full score.
+    Args:
+        data: a cell of `prepare_data`.
+        request: models or weights, sizes, batch size, limit and dtype.
+        find_models: returns the models of the paper's table, for `request.table1`.
+        find_printed: returns the accuracy that the paper prints for a model, which is shown next to a full score.
 
     Raises:
-        UserError: nothing to evaluate, weights, model, classes, image size, limit and data that do not belong together,
-            or logits that are not finite.
-        RunError: weights that cannot be fetched, or too little GPU memory; with several models, after the last.
+        UserError: nothing to evaluate; weights, model, classes, image size, limit and data that do not match; or
+            non-finite logits.
+        RunError: weights that cannot be downloaded, or too little GPU memory; with several models, after the last.
     """
     request.check()
     cell = open_cell(paths, runtime, data)
@@ -83,12 +87,12 @@ def evaluate(
 
 
 def check_limit(limit: int, images: int, split: str) -> None:
-    """Raise a UserError for a limit that leaves out no image, or whose score would look like one of the whole split."""
+    """Raise UserError for a limit that excludes no image, or whose score would look like one of a whole split."""
     if limit >= images:
         raise UserError(
             f"evaluate: --limit {limit}: the split {split} has {images} images; leave out --limit to use all of them"
         )
-    if limit == IMAGENET_1K.val:  # reports recognise a full score by this number
+    if limit == IMAGENET_1K.val:  # reports recognise a full score by this number of images
         raise UserError(
             f"evaluate: --limit {limit}: is the size of ImageNet-1K's split and would be taken for it; give another number"
         )
@@ -97,7 +101,7 @@ def check_limit(limit: int, images: int, split: str) -> None:
 def _find_subjects(
     request: EvaluateRequest, classes: Sequence[str], data: str, find_models: FindModels
 ) -> Iterator[tuple[Checkpoint, tuple[int, ...]]]:
-    """The checkpoints with their sizes, after a check that they fit the data; nothing is built or fetched."""
+    """Yield the checkpoints that match the data, with their sizes; nothing is built or downloaded."""
     if request.weights is not None:
         found = [
             (
@@ -121,7 +125,7 @@ def _find_subjects(
 
 @dataclasses.dataclass(frozen=True)
 class _Evaluation:
-    """What the models of one call share."""
+    """The common state of all models of one call."""
 
     paths: Paths
     runtime: Runtime
@@ -148,7 +152,7 @@ class _Evaluation:
         return self.cell.records(self.paths, device_slug(self.device)) / "evaluate" / f"{'_'.join(parts)}.json"
 
     def _evaluate(self, classifier: Classifier) -> dict[str, Any]:
-        """Measure, record and print the accuracy of a model at one size; the record's metrics."""
+        """Measure, record and print the accuracy of a model at one size; return the record's metrics."""
         started = time.monotonic()
         request, checkpoint, size = self.request, classifier.checkpoint, classifier.transform.image_size
         split = self.cell.row.reported_split
@@ -194,7 +198,7 @@ class _Evaluation:
         tag = f" ({checkpoint.facts['weights_tag']})" if "weights_tag" in checkpoint.facts else ""
         where = f"{checkpoint.name}{tag} on {self.cell.name} at {metrics['image_size']}, {self.request.dtype}"
         limited = " (--limit: not a full score)" if self.request.limit else ""
-        # a score is comparable if all images were used and nothing but the plain model was evaluated
+        # a score compares with the paper only for the plain model on all images
         comparable = self.cell.kind == "imagenet" and not self.request.limit and checkpoint.facts.get("options") == {}
         printed = self.find_printed(checkpoint.name, metrics["image_size"]) if comparable else None
         scores = f"top-1 {metrics['top1_percent']:.2f} %"
@@ -206,9 +210,9 @@ class _Evaluation:
 
 
 def write_curve(folder: Path, rows: Sequence[dict[str, Any]], title: str) -> None:
-    """Write `curve.csv` (a row per image size) and `curve.png` (top-1 over it, the training's marked) into a folder.
+    """Write `curve.csv` (a row per image size) and `curve.png` (top-1 over the size, the training size marked).
 
-    `rows` are the metrics of evaluations of one model; `title` says which model and data.
+    `rows` are the metrics of one model's evaluations; `title` names model and data.
     """
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""What a trained classifier looks at and its inner learner does: `repro explain`, shared with `repro visualize`."""
+"""Maps of a trained classifier and its inner learner, for `repro explain` and `repro visualize`."""
 
 import re
 from pathlib import Path
@@ -23,7 +23,7 @@ Map = Literal["gmm", "erf", "reconstruction", "attention"]
 
 
 def find_snapshots(weights: Path) -> dict[int, Path]:
-    """The snapshots that a training left next to a weights file: epoch -> file, in the order of the epochs."""
+    """Map epoch to file, in order of the epochs, for the snapshots that a training left next to a weights file."""
     found = {
         re.fullmatch(r"epoch_(\d+)", file.stem): file
         for file in (weights.parent / "snapshots").glob("epoch_*.safetensors")
@@ -32,13 +32,13 @@ def find_snapshots(weights: Path) -> dict[int, Path]:
 
 
 def measure_field(classifier: Classifier, inputs: Tensor) -> tuple[erf.FieldShape, np.ndarray]:
-    """The receptive field of a model's central unit over inputs (N,3,H,W): in numbers, and the contributions (H,W)."""
+    """Compute the receptive field of a model's central unit over inputs (N,3,H,W): in numbers, and as a map (H,W)."""
     field = erf.compute_receptive_field(erf.get_last_features(classifier.model), inputs)
     return erf.describe_field(field, erf.find_centre(classifier.model, tuple(inputs.shape[-2:]))), field.cpu().numpy()
 
 
 def require_png(output: Path) -> None:
-    """Raise a UserError about another format of a figure."""
+    """Raise UserError if the output of a figure is not a PNG."""
     if output.suffix.lower() != ".png":
         raise UserError(f"{output}: the figure is written as PNG; give a name that ends in .png")
 
@@ -51,13 +51,13 @@ def draw_map(
     teacher: Path | None = None,
     max_pixels: int = MAX_PIXELS,
 ) -> None:
-    """Draw a map of pictures as a PNG, and print what it shows.
+    """Draw a map of pictures as a PNG, and print its main numbers.
 
     `gmm` has a row for each picture, or two with a snapshot of epoch 0; `erf` and `reconstruction` are averaged over
     the pictures; for `attention` see `explain_attention`.
 
     Raises:
-        UserError: a picture that cannot be read, an output that is not a PNG, or a map that the model does not have.
+        UserError: a picture cannot be read, the output is not a PNG, or the model does not have this map.
     """
     require_png(output)
     weights = classifier.checkpoint.path
@@ -105,5 +105,5 @@ def _draw_inner_map(
 
 
 def _read_picture(classifier: Classifier, path: Path, max_pixels: int) -> Tensor:
-    """A picture as the model sees it, resized and cropped: uint8 (3, S, S)."""
+    """Read a picture, resized and cropped for the model: uint8 (3, S, S)."""
     return torch.as_tensor(eval_transform(classifier.transform)(Image.fromarray(read_pixels(path, max_pixels))))

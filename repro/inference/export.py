@@ -1,4 +1,4 @@
-"""A trained classifier as a file that other programs load: timm's folder layout, ONNX, or torch.export."""
+"""Export of a trained classifier for other programs: timm's folder layout, ONNX, or torch.export."""
 
 import contextlib
 import importlib.util
@@ -26,10 +26,10 @@ from ..models.weights import METADATA_KEY, save_weights
 _Format = Literal["safetensors", "onnx", "torch_export"]
 _Classify = Callable[[Tensor], Tensor]  # images (B, 3, S, S) -> logits (B, classes)
 SUFFIXES: dict[_Format, str] = {"safetensors": "", "onnx": ".onnx", "torch_export": ".pt2"}
-# largest difference of a logit from the eager model's, as a share of the largest logit; the same code on the same
-# weights gives 0
+# largest difference of a logit from the eager model's, as a share of the largest logit; `safetensors` is read back by
+# the same code, and must be equal
 TOLERANCES: dict[_Format, float] = {"safetensors": 0.0, "onnx": 1e-4, "torch_export": 1e-4}
-CLASS_MAP = "class_map.txt"  # in the folder of `safetensors`: a class in each line, in the order of the logits
+CLASS_MAP = "class_map.txt"  # in the folder of `safetensors`: a class per line, in the order of the logits
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 
@@ -39,17 +39,18 @@ def export(
     """Write a classifier as one file (for `safetensors` a folder, see `_write_timm`), whole or not at all.
 
     ONNX and torch.export take images (B, 3, S, S) for any B and one S, or (B, 3, H, W) for any sides that the model
-    takes, normalised as the metadata say, and return logits (B, classes). Both hold the model's fp32 graph in plain
-    operations, which need no code of this project.
+    takes, normalised as the metadata specify, and return logits (B, classes). Both hold the model's fp32 graph in
+    standard operations, which need no code of this project.
 
     Args:
         weights: a file of a classifier of this project.
         output: by default <model>_<size> in the working directory.
         image_size: side S in pixels, by default that of the training.
         verify: read the file back with its own runtime and compare the logits.
+        any_size: export for all sides that are multiples of the model's stride.
 
     Raises:
-        UserError: weights that are not a classifier's, an output that exists, a size that the model does not take, a
+        UserError: weights that are not a classifier's, an output that exists, a size that the model does not take, or a
             missing package.
         RunError: a graph that the exporter refuses, or whose logits differ.
     """
@@ -79,7 +80,7 @@ def export(
     write = {"safetensors": _write_timm, "onnx": _write_onnx, "torch_export": _write_torch_export}[format]
     with (_new_folder if format == "safetensors" else atomic)(path) as temporary:
         with warnings.catch_warnings(action="ignore"):  # the exporters warn about their own code
-            logging.getLogger("torch.export").setLevel(logging.CRITICAL)  # what fails is one line of ours
+            logging.getLogger("torch.export").setLevel(logging.CRITICAL)  # a failure is reported in one line
             load = write(model, facts, temporary)
         compared = f"; {_compare(model, load(), facts, TOLERANCES[format], path)}" if verify else ""
     print(f"{path}: {checkpoint.model}, {checkpoint.num_classes} classes{compared}")
@@ -87,7 +88,7 @@ def export(
 
 @contextlib.contextmanager
 def _new_folder(path: Path) -> Iterator[Path]:
-    """Like `atomic`, for a folder that does not exist yet."""
+    """Yield a temporary folder that becomes `path` on success, as `atomic` does for a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as around:
         folder = Path(around) / "folder"
@@ -97,10 +98,10 @@ def _new_folder(path: Path) -> Iterator[Path]:
 
 
 def _write_timm(model: nn.Module, facts: dict[str, Any], folder: Path) -> Callable[[], _Classify]:
-    """Write what `timm.create_model("local-dir:...", pretrained=True)` reads: config.json, a file of ours, and a map."""
+    """Write the folder for `timm.create_model("local-dir:...", pretrained=True)`: config.json, weights, class map."""
     own = {key: facts[key] for key in ("options", "preprocessing", "classes")}
     save_weights(folder / "model.safetensors", model, name=facts["model"], **own)
-    # as timm's own `push_to_hf_hub` writes it; the tag is that of the weights, not of the model that was built for them
+    # in the format of timm's `push_to_hf_hub`; the tag belongs to these weights, not to the pretrained cfg of the model
     known = filter_pretrained_cfg(model.pretrained_cfg, remove_source=True)
     known |= {**facts["preprocessing"], "num_classes": len(facts["classes"]), "tag": facts["weights_hash"]}
     config = {
@@ -114,25 +115,26 @@ def _write_timm(model: nn.Module, facts: dict[str, Any], folder: Path) -> Callab
         METADATA_KEY: {"weights_hash": facts["weights_hash"]},
     }
     write_json(folder / "config.json", config)
-    # for timm's --class-map: its scripts sort folders by the numbers in their names, where ours sorts by letters
+    # for timm's --class-map: timm's scripts sort class folders by the numbers in their names, and ours alphabetically
     (folder / CLASS_MAP).write_text("".join(f"{name}\n" for name in facts["classes"]), "utf-8", "surrogateescape")
     return lambda: timm.create_model(f"local-dir:{folder.absolute()}", pretrained=True).eval()
 
 
 def _trace(model: nn.Module, facts: dict[str, Any]) -> torch.export.ExportedProgram:
-    """The model's graph for any number of images, with this project's operators written as plain ones."""
+    """Trace the model's graph for any number of images, with this project's operators decomposed into standard ones."""
     size, step = facts["preprocessing"]["input_size"][-1], facts.get("sides_multiple_of")
     free, height, width = {0: torch.export.Dim("batch")}, size, size
     if step:
         free |= {2: step * torch.export.Dim("rows"), 3: step * torch.export.Dim("columns")}
-        # where a side equals the model's own, or the other, the tracer takes one for the other
+        # distinct sides: the tracer would identify a side with the model's own size, or with the other side, if they
+        # were equal
         height, width = height + 2 * step, width + 3 * step
     with torch.no_grad(), _one_line_errors(facts, " for --any-size" if step else ""):
-        # strict, because the other mode takes len() of a tensor for a constant
+        # strict, because the other mode makes len() of a tensor a constant
         program = torch.export.export(model, (torch.zeros(2, 3, height, width),), dynamic_shapes=(free,), strict=True)
         program = program.run_decompositions(DECOMPOSITIONS)
         if step:
-            program.module()(torch.zeros(1, 3, size, size))  # its guards refuse what it took for a constant
+            program.module()(torch.zeros(1, 3, size, size))  # fails if the trace made a size constant
     return program
 
 
@@ -140,7 +142,7 @@ def _trace(model: nn.Module, facts: dict[str, Any]) -> torch.export.ExportedProg
 def _one_line_errors(facts: dict[str, Any], option: str = "") -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # whatever a model outside this project's families may hit in there
+    except Exception as error:  # models outside this project's families may raise anything here
         raise RunError(
             f"export: {facts['model']} has no such graph{option}: {type(error).__name__}: {str(error).splitlines()[0]}"
         ) from error
@@ -148,7 +150,7 @@ def _one_line_errors(facts: dict[str, Any], option: str = "") -> Iterator[None]:
 
 def _write_torch_export(model: nn.Module, facts: dict[str, Any], file: Path) -> Callable[[], _Classify]:
     extra = {f"{METADATA_KEY}.json": json.dumps(facts, sort_keys=True)}
-    with open(file, "wb") as stream:  # given a name, it would insist on one that ends in .pt2
+    with open(file, "wb") as stream:  # for a path, torch.export.save requires the suffix .pt2
         torch.export.save(_trace(model, facts), stream, extra_files=extra)
     return lambda: torch.export.load(file.open("rb")).module()
 
@@ -160,7 +162,7 @@ def _write_onnx(model: nn.Module, facts: dict[str, Any], file: Path) -> Callable
     logging.getLogger("onnxscript").setLevel(logging.ERROR)
     with _one_line_errors(facts):
         names = {"input_names": ["images"], "output_names": ["logits"]}
-        # the exporter's own optimiser takes time with the square of the graph's length, and onnxruntime repeats its work
+        # the exporter's optimiser is quadratic in the length of the graph, and onnxruntime repeats most of its work
         onnx = torch.onnx.export(program, dynamo=True, **names, verbose=False, optimize=False)
         onnxscript.optimizer.fold_constants(onnx.model)
         onnxscript.optimizer.remove_unused_nodes(onnx.model)
@@ -179,11 +181,13 @@ def _write_onnx(model: nn.Module, facts: dict[str, Any], file: Path) -> Callable
 
 
 def _compare(model: _Classify, loaded: _Classify, facts: dict[str, Any], tolerance: float, path: Path) -> str:
-    """Compare logits over batches of several lengths and sides: say their largest difference, or raise a RunError where
-    it is more than `tolerance`, a share of the model's largest logit.
+    """Compare logits over batches of several lengths and sides, and describe their largest difference.
+
+    Raises:
+        RunError: it is more than `tolerance`, a share of the model's largest logit, or NaN.
     """
     size, step = facts["preprocessing"]["input_size"][-1], facts.get("sides_multiple_of")
-    # graphs are traced with two images
+    # batch sizes other than the 2 of the trace
     shapes = [(1, size, size), (3, size, size), *([(2, size + step, size + 4 * step)] if step else [])]
     generator, differences, largest = torch.Generator().manual_seed(0), [], 0.0
     with torch.no_grad():
@@ -192,7 +196,7 @@ def _compare(model: _Classify, loaded: _Classify, facts: dict[str, Any], toleran
             ours = model(images)
             differences.append((ours - loaded(images)).abs().max())
             largest = max(largest, float(ours.abs().max()))
-    difference = float(torch.stack(differences).max())  # PyTorch's maximum is NaN where one is
+    difference = float(torch.stack(differences).max())  # max propagates NaN
     found = f"read back, logits differ by at most {difference:.1e} (allowed: {tolerance * largest:.1e})"
     if not difference <= tolerance * largest:  # also for NaN
         raise RunError(f"{path}: not written: {found}")

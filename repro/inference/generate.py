@@ -1,4 +1,4 @@
-"""Drawing pictures with a trained denoiser, and scoring them."""
+"""Sampling of pictures with a trained denoiser, and their scores."""
 
 import dataclasses
 import time
@@ -38,17 +38,17 @@ from ..tasks.generation.scores import (
 from ..tasks.generation.task import draw_samples, to_pictures
 from .params import DrawnParams, DrawRequest
 
-OF_EACH, MOST_BY_DEFAULT = 8, 80  # pictures, where no number is given
+OF_EACH, MOST_BY_DEFAULT = 8, 80  # default numbers of pictures: of each class, and at most in total
 _COLUMNS, _MOST_IN_GRID = 10, 100
 _GRID = "grid.png"
-_BATCH = 64  # real pictures that are looked at at once
+_BATCH = 64  # real pictures per batch
 _LABELS = {"fid": "FID", "sfid": "sFID", "inception_score": "IS", "precision": "precision", "recall": "recall"}
-RELEASED_SIZE = 256  # of the pictures that released denoisers were trained on
+RELEASED_SIZE = 256  # image size of released denoisers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Drawer:
-    """A denoiser in eval mode on its device, with what drawing takes; `decode` makes uint8 pictures of its outputs."""
+    """A denoiser in eval mode on its device, with its sampling; `decode` maps its outputs to uint8 pictures."""
 
     name: str
     model: nn.Module
@@ -62,10 +62,11 @@ def draw_pictures(request: DrawRequest) -> None:
     """Write `<number>_<class>.png`, `grid.png` of the first pictures, and `samples.json` into the request's folder.
 
     With a judge or an Inception file, the scores go to samples.json and to a record under
-    results/replications/<device>/draw. The request's `data` is a cell of prepare_data, or the file of a reference batch.
+    results/replications/<device>/draw. The request's `data` is a cell of prepare_data, or a reference batch file.
 
     Raises:
-        UserError: options, weights or files that do not fit; before anything is drawn. RunError: too little memory.
+        UserError: options, weights or files that do not match, before anything is drawn.
+        RunError: too little memory.
     """
     request.check()
     paths, started = find_root(), time.monotonic()
@@ -129,11 +130,11 @@ def draw_pictures(request: DrawRequest) -> None:
 
 
 def open_drawer(request: DrawRequest, device: torch.device) -> Drawer:
-    """The denoiser of a request.
+    """Open the denoiser of a request.
 
     Raises:
         UserError: weights that cannot be read, are of another task or do not fit; steps, guidance or a size out of
-            range; a VAE that is missing, is none, or is not needed.
+            range; a VAE that is missing, invalid or not needed.
     """
     path = request.weights
     state, metadata = open_denoiser(path, *([] if request.model is None else [_require_denoiser(request.model)]))
@@ -172,9 +173,9 @@ def open_drawer(request: DrawRequest, device: torch.device) -> Drawer:
 def open_decoder(
     vae: Path | None, transform: InputSettings, device: torch.device, weights: Path
 ) -> Callable[[Tensor], Tensor]:
-    """From samples (B, K, h, w) to uint8 pictures (B, 1 or 3, H, W); see `open_drawer`.
+    """Return the function from samples (B, K, h, w) to uint8 pictures (B, 1 or 3, H, W); raises as `open_drawer`.
 
-    A decoder takes one picture's unscaled latents, (1, K, h, w) fp32, and gives (1, 3, H, W) in [-1, 1].
+    A decoder takes one picture's unscaled latents, (1, K, h, w) fp32, and returns (1, 3, H, W) in [-1, 1].
     """
     if transform.latents is None:
         if vae is not None:
@@ -195,19 +196,24 @@ def open_decoder(
             shape = tuple(decoder(torch.zeros(1, *transform.shape, device=device)).shape)
         if shape != (1, 3, side, side):
             raise UserError(f"makes {shape} of {about}, expected {(1, 3, side, side)}")
-    except Exception as error:  # whatever another file makes the reader or the module raise
+    except Exception as error:  # another file may raise anything
         why = str(error).splitlines()[0] if isinstance(error, UserError) else f"not a decoder that takes {about}"
         raise UserError(f"--vae {vae}: {why.removeprefix(f'{vae}: ')} (docs/training.md)") from None
 
     def decode(latents: Tensor) -> Tensor:
-        # one by one: a decoder needs far more memory than a denoiser, and an exported one may bound the size of a batch
+        # single pictures: a decoder needs far more memory than a denoiser, and an exported one may have a fixed batch
+        # size
         return torch.cat([to_pictures(decoder(each / transform.latents.scale)) for each in latents.split(1)])
 
     return decode
 
 
 def find_labels(text: str, classes: Sequence[str]) -> list[int]:
-    """`all`, the name of a class or its number -> the labels; raises UserError where there is no such class."""
+    """Return the labels for `all`, the name of a class, or its number.
+
+    Raises:
+        UserError: there is no such class.
+    """
     if text == "all":
         return list(range(len(classes)))
     if text in classes:
@@ -230,7 +236,7 @@ def _require_denoiser(name: str) -> str:
 
 
 def _open_folder(folder: Path, names: Sequence[str]) -> None:
-    """Make a folder for pictures; raises UserError where it is none, or holds others than those that will be written."""
+    """Create a folder for pictures; raises UserError if it is a file, or holds PNGs that would not be overwritten."""
     if any(place.exists() and not place.is_dir() for place in (folder, *folder.parents)):
         raise UserError(f"--output {folder}: is a file or lies in one; name a folder")
     others = {file.name for file in folder.glob("*.png")} - {_GRID, *names}
@@ -242,7 +248,7 @@ def _open_folder(folder: Path, names: Sequence[str]) -> None:
 
 
 def _name_protocol(inception: Inception, reference: ReferenceBatch | None) -> dict[str, str | None]:
-    """`protocol`: the published batch to which the scores compare as published ones do; null with a reason."""
+    """Return the published batch with which the scores are comparable as `protocol`; else None with a reason."""
     why = None
     if not INCEPTION_SHA256.startswith(inception.hash):
         why = f"the Inception file is not the published one, but has the hash {inception.hash}"
@@ -254,7 +260,6 @@ def _name_protocol(inception: Inception, reference: ReferenceBatch | None) -> di
 
 
 def _describe(about: Mapping[str, Any]) -> list[str]:
-    """The scores in words."""
     judged, real = about.get("judged_percent"), about.get("real_judged_percent")
     words = [] if judged is None else [f"the judge takes {judged:.1f} % of them for their class"]
     words += [] if real is None else [f"and {real:.1f} % of the {about['real_images']} real ones"]
@@ -268,7 +273,7 @@ def _file_name(name: str) -> str:
 
 
 def _draw(drawer: Drawer, labels: Tensor, request: DrawRequest, progress: Progress) -> Iterator[Tensor]:
-    """Batches of uint8 pictures."""
+    """Yield batches of uint8 pictures."""
     shared = {"sampling": drawer.sampling, "seed": request.seed, "batch_size": request.batch_size}
     diffusion, places = Diffusion.linear(labels.device), range(len(labels))
 
@@ -281,14 +286,14 @@ def _draw(drawer: Drawer, labels: Tensor, request: DrawRequest, progress: Progre
                 drawer.model, diffusion, drawer.transform, labels, places, **shared, progress=count
             ):
                 yield drawer.decode(part)
-    except RuntimeError as error:  # an OutOfMemoryError of a GPU is one, too
+    except RuntimeError as error:  # includes torch.OutOfMemoryError; a CPU raises a plain RuntimeError
         if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
             raise
         raise RunError("generate: the device has too little memory; lower --batch-size") from None
 
 
 def _read_real(cell: DataCell, drawer: Drawer, asked: Sequence[int], tally: Tally) -> Tally:
-    """What is said of real pictures of the asked classes in a data set's reported split, at the samples' size."""
+    """Add to a tally the real pictures of the requested classes in the reported split, at the samples' size."""
     tree = cell.open_tree()
     if tuple(tree.classes) != drawer.classes or cell.kind == "latents":
         raise UserError(f"generate: --data {cell.name}: holds no pictures of the classes that the denoiser knows")
@@ -337,7 +342,7 @@ def _record(
         f"guidance{sampling.guidance:g}",
     ]
     parts += [f"{about['samples']}samples", f"seed{request.seed}", *([] if len(asked) > 1 else [f"class{asked[0]}"])]
-    if about.get("data"):  # else a draw that is judged on two sets would have one record
+    if about.get("data"):  # else draws judged on two data sets would share a record
         parts.append(Path(about["data"]).stem)
     name = "_".join(parts).replace(".", "_")
     write_record(paths.replications(device_slug(device)) / "draw" / f"{name}.json", about, identity, seconds)

@@ -1,4 +1,4 @@
-"""The inner learner made visible: the Gradient Magnitude Map (Fig. 3, 9 and 10), reconstruction loss (Fig. 11)."""
+"""Maps of the inner learner: the Gradient Magnitude Map (Fig. 3, 9 and 10) and the reconstruction loss (Fig. 11)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,15 +12,15 @@ from kernels.ttt_linear.reference import Arguments, InnerLearning
 from ..models.backbone import Grid, remove_tokens
 from ..models.ttt_mixer import replay_inner_learning
 
-TOP_SHARE = 0.3  # of the tokens, which the paper marks
-Run = Callable[[Arguments], Tensor]  # the operator itself: arguments -> out (B,T,R,H,D)
+TOP_SHARE = 0.3  # share of the tokens that the paper marks
+Run = Callable[[Arguments], Tensor]  # the operator: arguments -> out (B,T,R,H,D)
 
 
 class OverrideTTTLinear(SeesParts):
-    """Within the context, `replacement(arguments, run)` computes the output of TTT-Linear; only without gradients.
+    """A context in which `replacement(arguments, run)` computes the output of TTT-Linear; for inference only.
 
     No model is changed, patched or copied: to PyTorch the operator is one opaque operation, which a dispatch mode can
-    intercept, as FlopCounterMode does. A model whose layers run the reference backend makes no such calls.
+    intercept, as FlopCounterMode does. Layers with the reference backend make no such calls.
     """
 
     def __init__(self, replacement: Callable[[Arguments, Run], Tensor]):
@@ -32,19 +32,19 @@ class OverrideTTTLinear(SeesParts):
             return func(*args, **(kwargs or {}))
         count = len(Arguments._fields)
         out = self.replacement(Arguments(*args[:count]), lambda arguments: func(*arguments, *args[count:])[0])
-        return out, out.new_empty(0)  # in place of the states, which only a backward pass would use
+        return out, out.new_empty(0)  # stands for the states, which only a backward pass uses
 
 
 @torch.no_grad()
 def reduce_layers(
     model: nn.Module, images: Tensor, reduce: Callable[[Arguments, InnerLearning], Tensor], batch_size: int = 32
 ) -> Tensor:
-    """Run a model in eval mode on inputs (N,3,H,W), and reduce what the inner learners of each of its L layers did.
+    """Run a model in eval mode on inputs (N,3,H,W), and reduce the inner learning of each of its L layers.
 
     `reduce` maps the arguments and the inner learning of a layer to (B, ...); the result is (N, L, ...).
 
     Raises:
-        ValueError: the model never calls the operator, or calls it for each direction of a layer.
+        ValueError: the model never calls the operator, or calls it once for each direction of a layer.
     """
     layers: list[Tensor] = []
 
@@ -68,11 +68,20 @@ def reduce_layers(
 
 
 def compute_gradient_maps(model: nn.Module, images: Tensor) -> Tensor:
-    """Gradient Magnitude Maps: ‖∂ℓ_t/∂W‖_F of each patch token at its chunk's start state W, over heads and directions.
+    """Compute Gradient Magnitude Maps: ‖∂ℓ_t/∂W‖_F of each patch token at the start state W of its chunk.
 
-    ∂ℓ_t/∂W = K_tᵀ G_t has rank one, so its Frobenius norm is ‖K_t‖·‖G_t‖. The gradient G_t of the bias is left out,
-    because Eq. 6 concerns W only. For inputs (N,3,H,W) of a Vittt in eval mode with L layers the maps are (N, L, h, w),
-    class tokens left out; another model is a ValueError.
+    They are summed over heads and directions. ∂ℓ_t/∂W = K_tᵀ G_t has rank one, so its Frobenius norm is ‖K_t‖·‖G_t‖.
+    The gradient G_t of the bias is not included, because Eq. 6 concerns W only.
+
+    Args:
+        model: a Vittt in eval mode with L layers.
+        images: inputs (N,3,H,W).
+
+    Returns:
+        (N, L, h, w), without class tokens.
+
+    Raises:
+        ValueError: another model.
     """
     found = reduce_layers(model, images, lambda o, inner: (o.k.norm(dim=-1) * inner.gradient.norm(dim=-1)).sum((2, 3)))
     grid = model.grid_of(*images.shape[-2:])
@@ -81,7 +90,7 @@ def compute_gradient_maps(model: nn.Module, images: Tensor) -> Tensor:
 
 
 def find_first_chunks(model: nn.Module, grid: Grid) -> Tensor:
-    """The patch tokens, as a mask (h,w), in a direction's first chunk, which has learned nothing of the image yet."""
+    """Return a mask (h,w) of the patch tokens in a direction's first chunk, at whose state no token was learned."""
     positions = model.prefix_positions(grid[0] * grid[1])
     count = grid[0] * grid[1] + len(positions)
     place = torch.arange(count)
@@ -92,17 +101,17 @@ def find_first_chunks(model: nn.Module, grid: Grid) -> Tensor:
 
 
 def select_top_tokens(maps: Tensor, among: Tensor) -> Tensor:
-    """Maps (..., h, w) -> masks of that shape: the largest 30 %, rounded, of the tokens in `among` (h,w)."""
+    """Mask the largest 30 %, rounded, of the tokens in `among` (h,w) of maps (..., h, w), as bool of that shape."""
     values = maps.masked_fill(~among.to(maps.device), -torch.inf).flatten(-2)
     chosen = values.topk(round(TOP_SHARE * int(among.sum())), dim=-1).indices
     return torch.zeros_like(values, dtype=torch.bool).scatter(-1, chosen, True).view_as(maps)
 
 
 def mark_tokens(model: nn.Module, maps: Tensor) -> dict[str, Tensor]:
-    """Masks of the 30 % of the tokens with the largest mean over the layers of maps (N,L,h,w).
+    """Mask the 30 % of the tokens with the largest mean over the layers of maps (N,L,h,w).
 
-    `all` marks among all tokens, `later` among those after the first chunks. The first chunk of a direction is learned
-    from the initial state, so its gradients are large whatever the image shows.
+    `all` selects among all tokens, `later` among those after the first chunks. Gradients in the first chunk of a
+    direction are taken at the initial state, and are large for any image.
     """
     everywhere = torch.ones(maps.shape[-2:], dtype=torch.bool)
     places = {"all": everywhere, "later": everywhere & ~find_first_chunks(model, tuple(maps.shape[-2:]))}
@@ -110,9 +119,9 @@ def mark_tokens(model: nn.Module, maps: Tensor) -> dict[str, Tensor]:
 
 
 def compute_reconstruction_losses(model: nn.Module, images: Tensor) -> Tensor:
-    """ℓ_t = ½‖LN(K_t W + β) − (V_t − K_t)‖² at the start state of the token's chunk, averaged over heads and images.
+    """Compute ℓ_t = ½‖LN(K_t W + β) − (V_t − K_t)‖² at the start state of the token's chunk.
 
-    Only the forward scan counts. For the inputs and errors of `compute_gradient_maps` the losses are (L, T), in scan
-    order, with class tokens in their places.
+    Means over heads and images are taken, of the forward scan alone. Inputs and errors are those of
+    `compute_gradient_maps`; the losses are (L, T) in scan order, including class tokens.
     """
     return reduce_layers(model, images, lambda arguments, inner: inner.loss[:, :, 0].mean(-1)).mean(0)

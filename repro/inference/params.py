@@ -1,4 +1,4 @@
-"""The params and options of the stages that use trained models. Imports nothing heavy: the command line needs it."""
+"""Parameters and options of the stages that use trained models. Imports nothing heavy: the command line needs it."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from ..data.settings import TransformSettings
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluateRequest:
-    """Which weights to evaluate, and how: the options of `repro evaluate`, whose help explains them."""
+    """The options of `repro evaluate`, whose help explains them."""
 
     weights: Path | None = None
     models: tuple[str, ...] = ()
@@ -24,7 +24,7 @@ class EvaluateRequest:
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
 
     def check(self) -> None:
-        """Raise a UserError about options that contradict each other."""
+        """Raise UserError about options that contradict each other."""
         if self.weights is not None and self.pretrained:
             raise UserError("evaluate: --weights and --pretrained name two sets of weights; give one of them")
         if self.table1 and (self.weights is not None or self.models):
@@ -45,7 +45,7 @@ class EvaluateRequest:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluatedParams:
-    """What the scores of an evaluation depend on besides the data; its hash is in the record's identity."""
+    """The parameters that determine an evaluation's scores besides the data; their hash is in the record's identity."""
 
     model: str
     weights_hash: str
@@ -55,9 +55,9 @@ class EvaluatedParams:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrawRequest:
-    """What to draw with which denoiser: the options of `repro generate --weights`, whose help explains them.
+    """The options of `repro generate --weights`, whose help explains them.
 
-    `sampling` has the settings that differ from those of the training's cell, as `SamplingParams` names them.
+    `sampling` has the fields of `SamplingParams` that differ from those of the training's cell.
     """
 
     weights: Path
@@ -76,7 +76,7 @@ class DrawRequest:
     data: str | None = None
 
     def check(self) -> None:
-        """Raise a UserError about options that contradict each other."""
+        """Raise UserError about options that contradict each other."""
         if self.inception is not None and self.data is None:
             raise UserError("generate: --inception compares with real pictures; name them with --data CELL")
         if self.data is not None and self.inception is None and self.judge is None:
@@ -89,7 +89,7 @@ class DrawRequest:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrawnParams:
-    """What the scores of drawn samples depend on besides the data; its hash is in the record's identity."""
+    """The parameters that determine the scores of samples besides the data; their hash is in the record's identity."""
 
     weights_hash: str
     labels: tuple[int, ...]
@@ -102,7 +102,7 @@ class DrawnParams:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FieldSource:
-    """A model of Fig. 8: a file of ours, an official one with `model`, or `model` alone for timm's own weights."""
+    """A model of Fig. 8: a file of this project, an official file with `model`, or `model` for timm's own weights."""
 
     weights: str | None = None
     model: str | None = None
@@ -117,15 +117,15 @@ class VisualizeParams:
     """The `visualize:` section.
 
     Args:
-        cell: a cell of `pretrain` with a snapshot of epoch 0, for the gradients, the reconstruction losses and the
-            probes.
+        cell: a cell of `pretrain` with a snapshot of epoch 0, for gradients, reconstruction losses and probes.
         data: a cell of `prepare_data`, whose reported split is used.
+        seed: of the choice of images.
         images: number of images over which maps and losses are averaged (the paper: 128).
-        shown: number of them in the figure of gradients, spread evenly over the classes.
+        shown: number of images in the figure of gradients, evenly spaced over the classes.
         receptive_fields: label -> model, in the order of Fig. 8.
         field_images: number of images over which receptive fields are averaged.
         probes: changes of the inner loop, see `repro.inference.probes`.
-        probe_images: largest number of images on which their accuracy is measured.
+        probe_images: most images for the accuracy of a probe.
         reads: the files of weights that a training makes, which dvc.yaml depends on.
     """
 
@@ -147,9 +147,10 @@ class ResolutionParams:
 
     Args:
         data: a cell of `prepare_data`, whose reported split is used.
-        models: family -> file of weights; all were trained at one image size.
+        models: family -> weights file; all were trained at one image size.
         image_sizes: sides in pixels.
-        repeats: how often a forward pass is timed.
+        batch_size: images per forward pass.
+        repeats: number of timed forward passes.
         reads: the files of weights that a training makes, which dvc.yaml depends on.
     """
 

@@ -1,4 +1,4 @@
-"""What a trained model sees in the user's own pictures: printed, drawn, and written as JSON."""
+"""Predictions of a trained model on the user's own pictures: printed, drawn, and written as JSON."""
 
 import itertools
 import os
@@ -27,18 +27,21 @@ from ..tasks.spec import Predictor
 def predict_pictures(
     given: list[Path], weights: Path, task: str | None, output: Path | None, json: Path | None, min_score: float
 ) -> None:
-    """Print a line per picture (classes on a terminal: a table); for detection and segmentation also write
-    <output>/<picture>.png, beside what the same weights saw in other pictures.
+    """Print a line per picture (classes on a terminal: a table), and draw what detection and segmentation predict.
+
+    Drawings are <output>/<picture>.png, next to those of earlier calls with the same weights.
 
     Args:
-        weights: a file of this project, for `task` where that is not None.
+        given: pictures, and folders of pictures.
+        weights: a file of this project, of the task `task` where that is not None.
         output: the folder for drawings; None for predictions/<task>.
         json: the file for the predictions; None writes those of detection and segmentation to
             <output>/predictions.json.
+        min_score: smallest score of a drawn detection.
 
     Raises:
-        UserError: weights of another task, two pictures that would be drawn to one file, or a folder of what other
-            weights saw, before anything is written; pictures that cannot be read, after the others.
+        UserError: weights of another task, two pictures with the same output file, or a folder with predictions of
+            other weights, before anything is written; unreadable pictures, after the others.
     """
     runtime = load_runtime(find_root())
     device = choose_device(runtime.device)
@@ -71,7 +74,7 @@ def predict_pictures(
                 with atomic(output / f"{path.stem}.png") as temporary:
                     sight.drawing.save(temporary, "PNG")
     if rows:
-        columns = max(map(len, rows))  # a comma in the name of a class makes one more
+        columns = max(map(len, rows))  # a class name with a comma adds a column
         print_table(["picture", *map(str, range(1, columns))], [row + [""] * (columns - len(row)) for row in rows])
     target = json or (output / "predictions.json" if predictor.draws else None)
     if target and found:
@@ -89,9 +92,9 @@ def predict_pictures(
 
 
 def find_pictures(given: list[Path], *, unique_names: bool = False) -> list[Path]:
-    """The given files, and the pictures directly in the given folders; says how many other files are not read.
+    """List the given files, and the pictures directly in the given folders; prints how many other files are not read.
 
-    `unique_names` refuses pictures whose names differ only by folder or suffix, for results in files of these names.
+    `unique_names` refuses pictures whose names differ only by folder or suffix: their results would share a file.
 
     Raises:
         UserError: a folder without pictures, or names that are not unique.
@@ -101,6 +104,7 @@ def find_pictures(given: list[Path], *, unique_names: bool = False) -> list[Path
         inside = [path]
         if path.is_dir():
             found = list_entries(path, None)
+            # broken links are listed too: reading them reports the error
             names = [os.fsdecode(name) for name, _ in found.images]
             inside = [path / name for name in sorted([*names, *filter(is_picture, found.broken)])]
             tell_unread(path, found.others, RaiseFirst(progress=True))
@@ -117,9 +121,9 @@ def find_pictures(given: list[Path], *, unique_names: bool = False) -> list[Path
 
 
 def _open_output(file: Path, about: dict[str, str], files: list[Path]) -> dict[str, Any]:
-    """What predictions.json gets besides what is found now: the `pictures` of earlier calls, and of all the `places`.
+    """Return the earlier content of predictions.json: the `pictures` of earlier calls, and the `places` of all.
 
-    A place is the hash of a path, which the file need not tell.
+    A place is the hash of a picture's path, so that the file does not reveal the path.
 
     Raises:
         UserError: it is of other weights, or has another picture of the same name.
@@ -140,7 +144,7 @@ def _open_output(file: Path, about: dict[str, str], files: list[Path]) -> dict[s
 def _read(
     files: list[Path], predictor: Predictor, unread: list[UserError], max_pixels: int
 ) -> Iterator[tuple[Path, Any]]:
-    """Each picture that can be read, prepared; the errors of the others go to `unread`."""
+    """Yield the path and the prepared picture of each readable file; errors of the others are appended to `unread`."""
     for path in files:
         try:
             pixels = read_pixels(path, max_pixels)

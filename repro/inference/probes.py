@@ -1,10 +1,10 @@
-"""A trained model with a changed inner loop and its weights as they are: the work of `repro explain --probe`, after Liu
-et al., "Test-Time Training with KV Binding Is Secretly Linear Attention" (sections 4.1, 4.2 and 4.4).
+"""Probes of a trained model: the same weights with a changed inner loop, for `repro explain --probe`.
 
-A probe changes only the inner loop, in every layer and direction. Liu et al. changed the number of steps in this way
-too. For ascent and q = k, however, they trained their models with the change, so that the models could adapt.
+They follow Liu et al., "Test-Time Training with KV Binding Is Secretly Linear Attention" (sections 4.1, 4.2 and 4.4). A
+probe changes only the inner loop, in every layer and direction. Liu et al. changed the number of steps in this way too.
+For ascent and q = k, however, they trained models with the change, which could adapt to it.
 
-Vittt's operator is observed and replaced; a ladder, or LaCT, is built anew with the probe's options.
+Vittt's operator is intercepted; a model of an ablation chain, or LaCT, is rebuilt with the probe's options.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from .classifier import Classifier, require_same_classes
 from .inner import OverrideTTTLinear, Run
 
 _KNOWN = "steps=K, ascent, q_is_k, distributions"
-# kind -> what it changes besides the number of steps, and what Liu et al. report
+# kind -> change of the operator's arguments besides the number of steps, and the result of Liu et al.
 _KINDS: dict[str, tuple[Callable[[Arguments], Arguments], str]] = {
     "steps": (
         lambda o: o,
@@ -49,7 +49,7 @@ _KINDS: dict[str, tuple[Callable[[Arguments], Arguments], str]] = {
 
 
 def parse_probe(name: str) -> tuple[str, int]:
-    """The kind of a probe, and its inner steps; a ValueError for an unknown name."""
+    """Parse a probe's name into its kind and number of inner steps; raises ValueError for an unknown name."""
     kind, _, count = name.partition("=")
     if kind not in _KINDS or (kind == "steps") != (count.isdecimal() and int(count) > 0) or (count and kind != "steps"):
         raise ValueError(f"probe {name}: no such probe; known: {_KNOWN}")
@@ -57,15 +57,15 @@ def parse_probe(name: str) -> tuple[str, int]:
 
 
 def describe_reported(name: str) -> str:
-    """What Liu et al. report of a probe."""
+    """Return the result that Liu et al. report for a probe."""
     return _KINDS[parse_probe(name)[0]][1]
 
 
 class Probe:
-    """A replacement for `repro.inference.inner.OverrideTTTLinear` that runs a changed inner loop and records its fit.
+    """Replacement for `repro.inference.inner.OverrideTTTLinear` that runs a changed inner loop and records its losses.
 
     Args:
-        name: `steps=K` for K >= 1 inner steps per chunk, `ascent` for steps along the gradient, `q_is_k` for k in place
+        name: `steps=K` for K >= 1 inner steps per chunk, `ascent` for steps along the gradient, `q_is_k` for k instead
             of q (also in the residual of f(q) = q + LN(qW + β)). `steps=1` is the unchanged model.
 
     Raises:
@@ -85,17 +85,21 @@ class Probe:
         return out
 
     def inner_losses(self) -> tuple[float, float]:
-        """Mean loss of a chunk's tokens before and after its inner steps, over all calls; ValueError without any."""
+        """Return the mean loss of a chunk's tokens before and after its inner steps, over all calls.
+
+        Raises:
+            ValueError: there was no call.
+        """
         if not self._count:
             raise ValueError("the model has no inner learner of Vision-TTT")
         return self._before / self._count, self._after / self._count
 
 
 def inner_loop(arguments: Arguments, steps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """TTT-Linear with several inner gradient steps per chunk, each from the state that the previous one reached.
+    """Compute TTT-Linear with several inner gradient steps per chunk, each from the state that the previous one left.
 
     All steps but the last move the state of the whole chunk, W ← W − Kᵀ(c[n−1] lr ⊙ G), so that a token also learns
-    from the later tokens of its chunk; the last step is the unchanged dual form. A single step is the operator itself.
+    from later tokens of its chunk; the last step is the unchanged dual form. A single step is the operator itself.
 
     Returns:
         out (B,T,R,H,D) in the dtype of q, and the loss (B,T,R,H) of each token at the start state and at the end state
@@ -107,7 +111,7 @@ def inner_loop(arguments: Arguments, steps: int) -> tuple[Tensor, Tensor, Tensor
 
 def _one_direction(arguments: Arguments, r: int, steps: int) -> tuple[Tensor, Tensor, Tensor]:
     B, T, _, H, D = arguments.q.shape
-    # each image has its own state, so images become heads of one image
+    # each image has its own state: fold images into the heads of a single image, whose states are separate
     tokens = *(x[:, :, r] for x in arguments[:3]), arguments.lr
     q, k, v, lr = (x.flip(1) if arguments.reverse[r] else x for x in tokens)
     q, k, v, lr = (x.transpose(0, 1).reshape(1, T, B * H, *x.shape[3:]) for x in (q, k, v, lr))
@@ -123,6 +127,7 @@ def _one_direction(arguments: Arguments, r: int, steps: int) -> tuple[Tensor, Te
         out, inner = learn(W, b, gamma, mu)
         before.append(inner.loss)
         for _ in range(steps):
+            # the dual form takes a step itself: the output after K steps is computed at the state after K - 1
             last, change = out, (c[n - 1] * rate.unsqueeze(-1) * inner.gradient)[0]
             W = W - torch.einsum("nhi,nhj->hij", K[0], change)
             b = b - change.sum(0)
@@ -133,19 +138,19 @@ def _one_direction(arguments: Arguments, r: int, steps: int) -> tuple[Tensor, Te
     return tuple(x.flip(1) if arguments.reverse[r] else x for x in joined)
 
 
-_PREFIXES = ("ladder_vit3_", "lact_")  # of registered names
+_PREFIXES = ("ladder_vit3_", "lact_")  # prefixes of registered names
 
 
 def has_ladder(model: str) -> bool:
-    """Whether a model of this registered name is probed here."""
+    """Return whether a model of this registered name is rebuilt for a probe."""
     return model.startswith(_PREFIXES)
 
 
 def change_options(options: Mapping[str, Any], probe: str) -> dict[str, Any]:
-    """The options that build the model with the probe's inner loop.
+    """Return the options that build the model with the probe's inner loop.
 
     Raises:
-        ValueError: an unknown probe, or one that would undo the step that the model was trained with.
+        ValueError: an unknown probe, or one that would undo the step rule that the model was trained with.
     """
     kind, steps = parse_probe(probe)
     if kind == "steps":
@@ -157,8 +162,9 @@ def change_options(options: Mapping[str, Any], probe: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def replace_learners(model: nn.Module, replacement: Callable[..., Tensor]) -> Iterator[None]:
-    """Within the context, `replacement(learn, loop, weights, q, k, v, ...)` computes what `learn` does in every inner
-    loop of a ladder, of ViT³ or of LaCT.
+    """Within the context, compute every inner loop of an ablation chain, ViT³ or LaCT by a replacement.
+
+    It is called as `replacement(learn, loop, weights, q, k, v, ...)`, where `learn` is the original.
     """
     layers = [layer for layer in model.modules() if hasattr(layer, "learn")]
     for layer in layers:
@@ -167,24 +173,24 @@ def replace_learners(model: nn.Module, replacement: Callable[..., Tensor]) -> It
         yield
     finally:
         for layer in layers:
-            del layer.learn  # that of its class is there again
+            del layer.learn  # uncovers the method of the class
 
 
 @dataclasses.dataclass
 class InnerLosses:
-    """Means over images, heads, tokens and layers of −⟨F(k), v⟩, before and after the inner steps."""
+    """Means of −⟨F(k), v⟩ over images, heads, tokens and layers, before and after the inner steps."""
 
     before: float = 0.0
     after: float = 0.0
     count: int = 0
 
     def observe(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Note the losses of all inner loops of a model that run inside the context, but for those of convolutions."""
+        """Accumulate the losses of all inner loops of a model, except those of convolutions, within the context."""
         return replace_learners(model, self._learn)
 
     @property
     def means(self) -> tuple[float, float]:
-        """Before and after."""
+        """Mean loss before and after the inner steps."""
         return self.before / self.count, self.after / self.count
 
     def _learn(
@@ -199,6 +205,7 @@ class InnerLosses:
         *rest: Any,
     ) -> Tensor:
         if not inner.MODELS[loop.model].on_grid:
+            # run once more with k as the query: F(k) at the state after the steps
             at_end = dataclasses.replace(loop, order="end")
             self._note(inner.read_out(loop, weights, k, grid), run(at_end, weights, k, k, v, grid, *rest), v)
         return run(loop, weights, q, k, v, grid, *rest)
@@ -210,13 +217,13 @@ class InnerLosses:
 
 
 BATCH_SIZE = 64
-UNCHANGED = "unchanged"  # in place of the name of a probe
-_CHOICES = ("step", "inner_steps")  # of a ladder
+UNCHANGED = "unchanged"  # used as a probe's name
+_CHOICES = ("step", "inner_steps")  # options of an ablation chain that go into the record
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProbeParams:
-    """What the numbers of a probe depend on besides the data; its hash is in the record's identity."""
+    """The parameters that determine a probe's numbers besides the data; their hash is in the record's identity."""
 
     model: str
     weights_hash: str
@@ -224,9 +231,12 @@ class ProbeParams:
 
 
 def run_probe(classifier: Classifier, tree: Tree, name: str, workers: int) -> dict[str, float]:
-    """`top1_percent`, `held_out_images`, `inner_loss_before` and `_after` over the reported split in a changed loop.
+    """Compute `top1_percent`, `held_out_images`, `inner_loss_before` and `inner_loss_after` with a changed inner loop.
 
-    An unknown probe, or a model without an inner learner, is a UserError.
+    They are measured on the tree's reported split.
+
+    Raises:
+        UserError: an unknown probe, or a model without an inner learner.
     """
     try:
         scores, (before, after) = (_run_ladder if has_ladder(classifier.checkpoint.model) else _run_operator)(
@@ -239,10 +249,12 @@ def run_probe(classifier: Classifier, tree: Tree, name: str, workers: int) -> di
 
 
 def compare_probe(classifier: Classifier, cell: DataCell, name: str, paths: Paths, runtime: Runtime) -> None:
-    """Print a model's accuracy and inner losses on the reported split, unchanged and with a probe, and record them.
+    """Print and record a model's accuracy and inner losses on the reported split, unchanged and with a probe.
 
-    The record is under results/replications/<device>/probes. Raises as `run_probe`; data with other classes than the
-    model's are a UserError, too.
+    The record is under results/replications/<device>/probes.
+
+    Raises:
+        UserError: as `run_probe`; or the data have other classes than the model.
     """
     started, device = time.monotonic(), choose_device(runtime.device)
     tree = cell.open_tree()
@@ -281,7 +293,7 @@ def record_probe(
     device: torch.device,
     started: float,
 ) -> None:
-    """Write what a probe found; `started`: by `time.monotonic`."""
+    """Write the record of a probe; `started` is the time of `time.monotonic` at its start."""
     place = {"device": device_label(device), "dtype": "fp32", "backend": "torch"}
     identity = make_identity(paths.root, params, data_manifest=cell.manifest_path, **place)
     name = f"{classifier.name}_{cell.name}_{params.weights_hash[:8]}"
@@ -292,7 +304,7 @@ def record_probe(
 def _run_operator(
     classifier: Classifier, tree: Tree, name: str, workers: int
 ) -> tuple[dict[str, float], tuple[float, float]]:
-    """The inner losses of Vittt, whose operator is observed."""
+    """Run a probe of Vittt, whose operator is intercepted; return its scores and inner losses."""
     probe = Probe("steps=1" if name == UNCHANGED else name)
     with OverrideTTTLinear(probe):
         scores = classifier.measure_accuracy(tree, batch_size=BATCH_SIZE, workers=workers)
@@ -302,7 +314,7 @@ def _run_operator(
 def _run_ladder(
     classifier: Classifier, tree: Tree, name: str, workers: int
 ) -> tuple[dict[str, float], tuple[float, float]]:
-    """Rebuild a ladder with the probe's options and load the same weights."""
+    """Run a probe of a model that is rebuilt with the probe's options and the same weights."""
     checkpoint = classifier.checkpoint
     options = checkpoint.options if name == UNCHANGED else change_options(checkpoint.options, name)
     model = build_model(checkpoint.model, **options).to(classifier.device).eval().requires_grad_(False)

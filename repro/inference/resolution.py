@@ -1,4 +1,4 @@
-"""Trained classifiers at larger images than they were trained on: accuracy and time, the work of `repro resolution`."""
+"""Accuracy and time of trained classifiers at larger images than those of their training, for `repro resolution`."""
 
 import time
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ def measure_resolution(params: ResolutionParams, paths: Paths, runtime: Runtime)
     """Write results/resolution/{metrics.json, run.json}.
 
     Each model is evaluated on all images of the reported split at each size, and its forward pass is timed on a batch
-    of them. Position embeddings are resampled as for any other image size.
+    of that size. Position embeddings are resampled as for any other image size.
 
     Raises:
         UserError: missing data or weights, weights of other classes or another size, a size that a model does not take.
@@ -89,7 +89,10 @@ def measure_resolution(params: ResolutionParams, paths: Paths, runtime: Runtime)
 def _evaluate(
     classifiers: Mapping[str, Classifier], tree: Tree, params: ResolutionParams, workers: int, progress: Progress
 ) -> dict[str, dict[str, float]]:
-    """Family -> its scores, see `accuracy`. A batch is read once for all models whose images are cut alike."""
+    """Map family to scores, see `accuracy`.
+
+    A batch is read once for all models with the same crop and interpolation.
+    """
     alike: dict[tuple, list[str]] = {}
     for family, classifier in classifiers.items():
         alike.setdefault((classifier.transform.crop_pct, classifier.transform.interpolation), []).append(family)
@@ -113,13 +116,13 @@ def _evaluate(
 
 
 def _classify(classifier: Classifier, images: Tensor) -> Tensor:
-    """The logits of uint8 images, on the CPU, where those of all images wait for their targets."""
+    """Compute the logits of uint8 images, on the CPU, where those of all images wait for `accuracy`."""
     with torch.inference_mode(), one_line_errors(classifier.name, classifier.transform.image_size):
         return classifier.model(classifier.to_inputs(images)).float().cpu()
 
 
 def _time(classifier: Classifier, params: ResolutionParams) -> dict[str, Any]:
-    """A row of speed: milliseconds of a forward pass for each image of a batch."""
+    """Time a forward pass: a row of speed, in milliseconds per image of a batch."""
     size, device = classifier.transform.image_size, classifier.device
     inputs = torch.zeros(params.batch_size, 3, size, size, device=device)
     about = read_load() | {"device": device_label(device), "threads": torch.get_num_threads()}

@@ -1,4 +1,7 @@
-"""Gradient maps, receptive fields and reconstruction losses of trained cells, in numbers: `repro visualize`."""
+"""Gradient maps, receptive fields and reconstruction losses of trained cells, in numbers and figures.
+
+This is the work of `repro visualize`.
+"""
 
 import dataclasses
 import time
@@ -23,14 +26,14 @@ from .explain import find_snapshots, measure_field
 from .params import VisualizeParams
 from .probes import run_probe
 
-PROFILE_STEP_PX = 16  # between the radii whose shares are recorded
-_INK = 0.5  # mean brightness, as a share of the full one, from which on a patch of a digit counts as ink
+PROFILE_STEP_PX = 16  # distance of the radii whose shares are recorded
+_INK = 0.5  # mean brightness, as a share of the maximum, from which a patch of a digit counts as ink
 
 
 def visualize(params: VisualizeParams, paths: Paths, runtime: Runtime) -> None:
     """Write results/visualize/{metrics.json, run.json} and three figures.
 
-    A receptive field whose weights are missing is left blank, and is null in the record with the reason.
+    A receptive field whose weights are missing is left blank in the figure, and is null with a reason in the record.
 
     Raises:
         UserError: missing data, or missing weights or snapshots of the cell.
@@ -94,11 +97,11 @@ def visualize(params: VisualizeParams, paths: Paths, runtime: Runtime) -> None:
 def _compare_gradients(
     states: dict[str, Classifier], images: Tensor, inputs: Tensor, shown: int, kind: str, folder: Path, caption: str
 ) -> dict[str, Any]:
-    """Draw Fig. 3 for the model before and after training; the numbers of each state."""
+    """Draw Fig. 3 for the model before and after training; return the numbers of each state."""
     model = states["after"].model
     maps = {state: inner.compute_gradient_maps(each.model, inputs).cpu() for state, each in states.items()}
     tops = {state: inner.mark_tokens(model, found) for state, found in maps.items()}
-    # spread over the classes, in whose order images come
+    # evenly spaced, since images are sorted by class
     places = torch.linspace(0, len(inputs) - 1, min(shown, len(inputs))).long()
     draw.draw_gradients(
         folder / "fig3_gradient_magnitude.png",
@@ -113,15 +116,16 @@ def _compare_gradients(
 
 
 def _find_ink(images: Tensor, grid: tuple[int, int]) -> Tensor:
-    """The patches of digits that are ink: images (N,3,H,W) -> mask (N,h,w)."""
+    """Return a mask (N,h,w) of the patches that are ink in images of digits (N,3,H,W)."""
     return F.adaptive_avg_pool2d(images.float().mean(1, keepdim=True) / 255, grid)[:, 0] >= _INK
 
 
 def _summarise_gradients(maps: Tensor, tops: dict[str, Tensor], first: Tensor, ink: Tensor | None) -> dict[str, Any]:
-    """Shares in percent for maps (N,L,h,w): of gradients in marked tokens and first chunks, and ink in marked ones.
+    """Compute shares in percent for maps (N,L,h,w).
 
-    `top30` are marked among all tokens, `later_top30` among those after the first chunks. The share of ink among all
-    tokens of the same kind is next to each.
+    They are the shares of gradients in marked tokens and in first chunks, and of ink in marked tokens. `top30` is
+    marked among all tokens, `later_top30` among those after the first chunks. Each share of ink is recorded with the
+    share among all tokens of the same region.
     """
     mean = maps.mean(1)
     total = mean.sum((1, 2))
@@ -145,7 +149,7 @@ def _percent(shares: Tensor) -> float:
 
 
 def _summarise_losses(losses: Tensor) -> dict[str, Any]:
-    """For losses (L,T): each layer's mean, the smallest, and the mean variation over tokens (deviation / mean)."""
+    """Compute, for losses (L,T), each layer's mean, the smallest, and the mean coefficient of variation over tokens."""
     mean = losses.mean(1)
     variation = float((losses.std(1, correction=0) / mean).mean())
     return {"mean_by_layer": mean.tolist(), "smallest": float(losses.min()), "variation_over_tokens": variation}
@@ -154,7 +158,7 @@ def _summarise_losses(losses: Tensor) -> dict[str, Any]:
 def _compare_fields(
     params: VisualizeParams, paths: Paths, tree: Tree, device: torch.device, folder: Path
 ) -> tuple[dict[str, Any], list[str]]:
-    """Draw Fig. 8; the numbers of each model."""
+    """Draw Fig. 8; return the numbers of each model."""
     chosen = subsample(tree, params.field_images, params.seed)
     fields, shapes, numbers = {}, {}, {}
     for label, source in params.receptive_fields.items():

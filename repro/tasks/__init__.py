@@ -1,4 +1,4 @@
-"""What is learned: a package for each task, whose `spec.py` tells training how to make, score and show a model."""
+"""Training tasks: a package for each, whose `spec.py` tells training how to build, score and show a model."""
 
 import importlib
 import importlib.util
@@ -8,7 +8,7 @@ from .spec import TaskSpec
 
 
 def load_tasks() -> dict[str, TaskSpec]:
-    """Every task by its name; a package in this folder with a `spec.py` is a task."""
+    """Map each task's name to its spec; a package in this folder with a `spec.py` is a task."""
     found = {}
     for room in pkgutil.iter_modules(__path__):
         if room.ispkg and importlib.util.find_spec(f"{__name__}.{room.name}.spec"):

@@ -1,4 +1,4 @@
-"""The interface between a task and the training code, and between a task and `repro predict`. Imports nothing heavy."""
+"""The interfaces of a task to training and to `repro predict`. Imports nothing heavy."""
 
 import abc
 import dataclasses
@@ -11,13 +11,13 @@ from ..training.params import TrainParams
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Datasets:
-    """What a training reads.
+    """The data sets of a training.
 
     Args:
-        train: a data set as the loaders want it, see `repro.data.loader.Samples`.
+        train: a data set for the loaders, see `repro.data.loader.Samples`.
         held_out: split -> such a data set; see `repro.training.loop.Task`.
         classes: the names of the classes, by index.
-        groups: a number for each training sample, or None; see `repro.data.loader.TrainOrder`.
+        groups: group of each training sample, or None; see `repro.data.loader.TrainOrder`.
         alone: whether images are evaluated one at a time, since they differ in size.
     """
 
@@ -29,13 +29,13 @@ class Datasets:
 
 
 def name_statistic(score: str, what: str) -> str:
-    """The key of a statistic of a score, with the score's unit last: (top1_percent, std) -> top1_std_percent."""
+    """Return the key of a score's statistic, with the score's unit last: (top1_percent, std) -> top1_std_percent."""
     stem = score.removesuffix("_percent")
     return f"{stem}_{what}{score[len(stem) :]}"
 
 
 class Sight(NamedTuple):
-    """What a model sees in one picture: a line for people, plain data for JSON, and the picture drawn over, if any."""
+    """A prediction for one picture: a line of text, plain data for JSON, and a drawing or None."""
 
     line: str
     content: Any
@@ -47,9 +47,10 @@ class Predictor:
     """A trained model, ready for the user's own pictures.
 
     Args:
-        look: prepared pictures, at most `batch_size` of them, to what is seen in each.
-        prepare: a picture, uint8 (3, H, W), to what `look` takes.
-        batch_size: how many pictures go through the model at once.
+        look: maps at most `batch_size` prepared pictures to a prediction for each.
+        prepare: maps a picture, uint8 (3, H, W), to an input of `look`.
+        batch_size: most pictures in one forward pass.
+        draws: whether predictions have drawings.
     """
 
     look: Callable[[Sequence[Any]], list[Sight]]
@@ -59,11 +60,11 @@ class Predictor:
 
 
 class TaskSpec(abc.ABC):
-    """A task: the class of its cells' parameters, and how the parts of a training are made from them.
+    """A task: the class of its cells' parameters, and factories for the parts of a training.
 
-    `name` is the task's name in weights files and in `repro predict --task`; `scores` are the metrics that say how good
-    a model is, the most telling one first, each with what the report calls it. A score in percent ends in `_percent`,
-    and is better the higher.
+    `name` is the task's name in weights files and in `repro predict --task`. `scores` maps the metrics of a model's
+    quality, the most important one first, to their names in the report. A score in percent has a key that ends in
+    `_percent`, and a higher one is better.
     """
 
     name: ClassVar[str]
@@ -72,50 +73,56 @@ class TaskSpec(abc.ABC):
 
     @abc.abstractmethod
     def open_datasets(self, data: Any, params: Any, held_out: Sequence[str]) -> Datasets:
-        """The training images of a prepared data set, a `repro.data.cells.DataCell`, and those of some held-out splits.
+        """Open the training images and some held-out splits of a prepared data set, a `repro.data.cells.DataCell`.
 
         Raises:
-            UserError: the data are not those of the manifest, or of a kind that this task cannot use.
+            UserError: the data differ from the manifest, or this task cannot use their kind.
         """
 
     @abc.abstractmethod
     def build_model(
         self, params: Any, classes: Sequence[str], init: Path | None, where: str
     ) -> tuple[Any, Mapping[str, str]]:
-        """The model on the CPU, and what became of each weight of the file `init`, key by key; empty without one.
+        """Build the model on the CPU, and load the file `init`, if any.
+
+        Returns:
+            The model, and what became of each weight of the file by key; empty without a file.
 
         Raises:
-            UserError: a model, options or weights that do not fit.
+            UserError: the model, its options or the weights do not fit.
         """
 
     @abc.abstractmethod
     def build_task(self, datasets: Datasets, params: Any, **parts: Any) -> Any:
-        """The task of the loop; `parts` are the arguments of `repro.training.loop.Task`."""
+        """Build the `repro.training.loop.Task`; `parts` are its arguments."""
 
     @abc.abstractmethod
     def describe(self, model: Any, params: Any, classes: Sequence[str]) -> dict[str, Any]:
-        """What a weights file says besides the weights, see `repro.models.weights.save_weights`."""
+        """Return the metadata of a weights file, see `repro.models.weights.save_weights`."""
 
     @abc.abstractmethod
     def summarise(self, task: Any, last: Mapping[str, float]) -> dict[str, Any]:
-        """The metrics of a finished training, from its last evaluation."""
+        """Return the metrics of a finished training, from its last evaluation."""
 
     def score_without_learning(self, task: Any, data: Any) -> dict[str, float] | None:
-        """The same scores of a method that learns nothing, on embedded data where there is one."""
+        """Return the same scores of a baseline without learning, on embedded data; None where there is none."""
         return None
 
     def draw_examples(self, task: Any, model: Any, params: Any, classes: Sequence[str], folder: Path) -> None:
-        """Draw what a trained model in eval mode sees in images of the reported split, as PNGs; nothing by default."""
+        """Draw predictions of a trained model in eval mode for images of the reported split, as PNGs.
+
+        The default draws nothing.
+        """
         return
 
     def count_flop_per_image(self, task: Any) -> float | None:
-        """The FLOP of a forward pass of one image; None where they are not counted."""
+        """Count the FLOP of a forward pass of one image; None where they are not counted."""
         return None
 
     @abc.abstractmethod
     def open_predictor(self, checkpoint: Any, device: Any, min_score: float) -> Predictor:
-        """A trained model for pictures; detections below `min_score` are not drawn.
+        """Open a trained model for pictures; detections below `min_score` are not drawn.
 
         Raises:
-            UserError: weights that cannot be read or do not fit.
+            UserError: the weights cannot be read or do not fit.
         """

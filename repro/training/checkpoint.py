@@ -1,5 +1,4 @@
-"""Training state on disk: written to a temporary name, flushed, renamed; two generations are kept; a damaged one is
-passed over.
+"""Training state on disk, written atomically in two generations; a damaged one is skipped.
 
 A file's name carries its step and the hash of its content, so a half-written or altered file is recognised before it is
 loaded. Everything is loaded with `weights_only=True`.
@@ -24,11 +23,11 @@ GENERATIONS = 2
 
 
 class Checkpointer:
-    """Saves and restores the state of one run in one folder.
+    """Checkpoints of one run in one folder.
 
     Args:
-        folder: `.runs/<stage>/<cell>/seed_<n>-<hash>`; the hash of the params keeps runs with other params apart.
-        log: called with a line when a damaged file is passed over.
+        folder: `.runs/<stage>/<cell>/seed_<n>-<hash>`; the hash of the params separates runs with other params.
+        log: called with a line of text when a run resumes or a damaged file is skipped.
     """
 
     def __init__(self, folder: Path, log=print):
@@ -38,8 +37,9 @@ class Checkpointer:
         """Write the state after `step` finished steps and drop generations beyond the newest two.
 
         Raises:
-            RunError: the state cannot be written; earlier states stay as they are.
+            RunError: the state cannot be written; earlier states are untouched.
         """
+        # in memory, since the file's name has the hash of its content
         buffer = io.BytesIO()
         torch.save(state, buffer)
         content = buffer.getbuffer()
@@ -47,7 +47,7 @@ class Checkpointer:
         try:
             with atomic(self.folder / f"step_{step:09d}.{digest}.pt") as temporary:
                 temporary.write_bytes(content)
-        except OSError as error:  # the disk is full, mostly
+        except OSError as error:  # mostly a full disk
             earlier = self._files()
             kept = f"the state after step {earlier[0][0]} is intact" if earlier else "no earlier state is there"
             problem = f"the state after step {step} cannot be written: {error.strerror}"
@@ -56,7 +56,7 @@ class Checkpointer:
             old.unlink()
 
     def restore(self) -> dict[str, Any] | None:
-        """The newest undamaged state; None where there is no state to continue from.
+        """Load the newest undamaged state; None where there is none to resume from.
 
         Raises:
             UserError: all states are damaged.
@@ -68,7 +68,7 @@ class Checkpointer:
             if short_hash(content) != _NAME.match(path.name)[2]:
                 self.log(f"{path}: damaged (its hash differs); passing over it")
                 continue
-            for _, damaged in files[:place]:  # else it would count as one of the two generations
+            for _, damaged in files[:place]:  # else `save` would count it as one of the two generations
                 damaged.unlink()
             self.log(f"continuing after step {step} from {path.name}")
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
@@ -79,7 +79,7 @@ class Checkpointer:
         return None
 
     def _files(self) -> list[tuple[int, Path]]:
-        """(step, file), newest first."""
+        """List (step, file), newest first."""
         if not self.folder.is_dir():
             return []
         found = [(int(m[1]), self.folder / name) for name in os.listdir(self.folder) if (m := _NAME.match(name))]
@@ -87,20 +87,20 @@ class Checkpointer:
 
 
 def rng_state() -> dict[str, Any]:
-    """The states of Python's, NumPy's and PyTorch's generators, in types that `weights_only` loading allows."""
+    """Return the states of Python's, NumPy's and PyTorch's generators, in types that `weights_only` loading allows."""
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
     return {
         "python": (version, list(internal), gauss),
         "numpy": (name, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)),
         "torch": torch.get_rng_state(),
-        # of this process's device alone: asking the others would start a context on each
+        # only this process's device: a query of the others would create a context on each
         "cuda": [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [],
     }
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """The inverse of `rng_state`."""
+    """Restore the generators from `rng_state`."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]

@@ -1,4 +1,4 @@
-"""Too many steps whose loss or gradient is not finite end a run, as do weights that are not."""
+"""Ends of a run that diverged: too many steps with a non-finite loss or gradient, or non-finite weights."""
 
 from typing import Any, NoReturn
 
@@ -6,12 +6,13 @@ from ..core.errors import Diverged
 
 
 def find_fault(run: Any, training: Any, steps: int) -> str | None:
-    """Why a training, before its last evaluation, has no result: most of the last epoch's steps or any weight not
-    finite; None if it has.
+    """Return why a training has no result before its last evaluation, or None.
+
+    Faults are an epoch with mostly non-finite steps at the end, and any non-finite weight.
 
     Args:
         run, training: the `RunState` and `TrainingState` of `repro.training.loop`, after the last step.
-        steps: of an epoch.
+        steps: steps per epoch.
     """
     if 2 * run.epoch_steps < steps:
         return f"loss or gradient not finite in {steps - run.epoch_steps} of the last epoch's {steps} steps"
@@ -23,12 +24,12 @@ def find_fault(run: Any, training: Any, steps: int) -> str | None:
 
 
 def end_run(task: Any, step: int, why: str) -> NoReturn:
-    """End the run, and name the files of its last batch, of all ranks.
+    """Raise `Diverged` with the files of the last batch of all ranks.
 
     Args:
         task: the `Task` of `repro.training.loop`.
-        step: the number of the last step in the run, from 1 on.
-        why: the run ends, for the message.
+        step: number of the last step in the run, from 1 on.
+        why: the reason, for the message.
 
     Raises:
         Diverged: always.

@@ -24,22 +24,22 @@ from .optim import build_optimizer, build_schedule
 from .params import OptimParams, TrainParams
 from .watch import Watch, format_window
 
-LOSS_SCALE = 512.0  # at the start of fp16, mmsegmentation's; it doubles every 2,000 good steps
+LOSS_SCALE = 512.0  # initial loss scale of fp16, as in mmsegmentation; it doubles every 2,000 finite steps
 
 
 class Task(abc.ABC):
-    """What the loop trains.
+    """A model with its data, loss and evaluation, for the loop.
 
     Args:
         model: the model, on its device.
-        train: the batches of this rank in training.
-        held_out: split -> the batches of this rank, every sample once. Curves are of the first split, and the last one
-            is reported; where there is only one, it is both.
+        train: this rank's training batches.
+        held_out: split -> this rank's batches, every sample once. Curves are measured on the first split, and reported
+            scores on the last; a single split serves for both.
         batch_size: images per step, over all ranks together.
         device: the device of the model.
         ranks: the processes that train together.
 
-    `teacher` is the moving average of the weights, in eval mode, in epochs whose loss asks it
+    `teacher` is the moving average of the weights in eval mode, in epochs whose loss needs it
     (`TrainParams.teacher_from`), else None.
     """
 
@@ -61,41 +61,42 @@ class Task(abc.ABC):
         self.batch_size, self.steps_per_epoch = batch_size, len(train)
 
     def batches(self, epoch: int, start: int) -> Iterator[Any]:
-        """The batches of an epoch from number `start` on, the same ones in the same order every time."""
+        """Return the batches of an epoch from number `start` on, the same ones in the same order every time."""
         return self.train.batches(epoch, start)
 
     def split(self, batch: Any, parts: int) -> Sequence[Any]:
-        """A batch, which is a tuple of tensors or lists, in equal parts."""
+        """Split a batch, which is a tuple of tensors or lists, into equal parts."""
         size = len(batch[0]) // parts
         return [tuple(column[start : start + size] for column in batch) for start in range(0, size * parts, size)]
 
     def describe(self, epoch: int, number: int) -> list[str]:
-        """The files of a batch."""
+        """Return the files of a batch."""
         return self.train.files(epoch, number)
 
     def build_optimizer(self, params: OptimParams) -> torch.optim.Optimizer:
-        """The optimiser of the model."""
+        """Build the model's optimiser."""
         return build_optimizer(self.model, params, self.batch_size)
 
     @abc.abstractmethod
     def loss(self, network: nn.Module, batch: Any) -> dict[str, Tensor]:
-        """Scalars by name, all of which are logged, and `loss` is minimised; `network` is the model or its parallel
-        wrapper.
+        """Compute scalars by name: all are logged, and `loss` is minimised.
+
+        `network` is the model or its parallel wrapper.
         """
 
     @abc.abstractmethod
     def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
-        """Numbers over the samples of a held-out split, of all ranks, by a model in eval mode."""
+        """Compute scores over the samples of a held-out split, of all ranks, by a model in eval mode."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class RunState:
-    """How far a run is: finished steps, sums over the running epoch, and what the last evaluation found."""
+    """The progress of a run: finished steps, sums over the running epoch, and the results of the last evaluation."""
 
     step: int = 0
     epoch_sums: dict[str, float] = dataclasses.field(default_factory=dict)
-    epoch_steps: int = 0  # finite steps summed so far
-    # CUSUM of steps that are not finite: +1 for a bad one, −1, not below 0, for a good one
+    epoch_steps: int = 0  # finite steps in the sums
+    # CUSUM of non-finite steps: +1 for a non-finite one, −1, but not below 0, for a finite one
     bad_excess: int = 0
     bad_steps: int = 0
     curve: list[dict[str, float]] = dataclasses.field(default_factory=list)
@@ -125,25 +126,24 @@ def fit(
     """Train from the start, or from where an earlier call stopped.
 
     Args:
-        task: model, batches, loss and evaluation, and the processes that train together, of which rank 0 writes.
+        task: model, batches, loss and evaluation, and the processes that train together; only rank 0 writes.
         params: epochs, precision, cadences, optimiser and schedule.
-        accumulate: parts into which each batch of a rank is cut; they run one after the other and their gradients are
+        accumulate: number of parts of each batch of a rank; they run one after the other and their gradients are
             averaged.
         save_every_steps: steps between two states saved within an epoch.
-        checkpointer: keeps the state between steps.
-        snapshot: is called on rank 0 with the number of finished epochs, 0 before the first step, and the evaluated
-            model.
-        watch: over the steps.
+        checkpointer: saves and restores the training state.
+        snapshot: called on rank 0 with the number of finished epochs, 0 before the first step, and the evaluated model.
+        watch: logs and times the steps.
 
     Returns:
         The final state, and the model whose weights are the result. The state's curve has one row per epoch: the means
-        of the training numbers over the finite steps and all ranks, and, where evaluated, the numbers on the curve's
-        split. Its scores are those of that model on the reported split, on which no other model is evaluated.
+        of the training numbers over the finite steps and all ranks, and, where evaluated, the scores on the curve's
+        split. The state's scores are those of that model on the reported split, on which no other model is evaluated.
 
     Raises:
-        Interrupted: SIGINT or SIGTERM came to any rank; the running step was finished and the state saved.
-        Diverged: too many steps were not finite, see `params.max_bad_steps`; or most of the last epoch's, a final
-            weight or a final score.
+        Interrupted: SIGINT or SIGTERM reached any rank; the running step was finished and the state saved.
+        Diverged: too many non-finite steps, see `params.max_bad_steps`; or most steps of the last epoch, a final weight
+            or a final score is not finite.
     """
     training, ranks, steps = TrainingState(task, params, accumulate), task.ranks, task.steps_per_epoch
     schedule = build_schedule(training.optimizer, params.optim, task.batch_size, params.epochs, steps)
@@ -154,7 +154,7 @@ def fit(
     progress = Progress("step", params.epochs * steps, done=run.step, log=print, every_s=0, shown=ranks.first)
     with catch_signals(twice=ranks.world_size > 1) as received, progress, watch.follow(run.step):
         while len(run.curve) < params.epochs:
-            # an epoch that was stopped before its evaluation has no batches left, and is evaluated
+            # an epoch that was stopped before its evaluation has no batches left, and goes straight to it
             epoch = len(run.curve)
             start = run.step - epoch * steps
             task.model.train()
@@ -163,6 +163,7 @@ def fit(
             for number, batch in enumerate(watch.time_waiting(task.batches(epoch, start)), start):
                 numbers = forward_backward(task, training, batch, params.optim.clip_grad_norm)
                 not_finite = [name for name, value in numbers.items() if not math.isfinite(value)]
+                # the ranks must agree: one that skipped a step or stopped alone would leave the others waiting
                 bad, stop = ranks.any(bool(not_finite), bool(received))
                 training.step(apply=not bad)
                 run.count(numbers, finite=not bad)
@@ -176,7 +177,8 @@ def fit(
                 if window := watch.step(run.step, epoch, numbers, rate, images, skipped=bad):
                     progress.update(run.step, format_window(window))
                 schedule.step_update(run.step)
-                # saved before the evaluation, which may take longer than the sender of a signal waits
+                # saved before the evaluation, which may take longer than the sender of a signal waits for this process
+                # to end
                 if stop or number + 1 == steps or run.step % save_every_steps == 0:
                     with watch.paused():
                         _save(checkpointer, run, training, ranks)
@@ -191,7 +193,7 @@ def fit(
                 progress.print(", ".join(f"{name} {value:.4g}" for name, value in run.curve[-1].items()))
             _stop_if(ranks.any(bool(received))[0], received, run.step)
         _judge_end(_find_bad_score(run), task, run)
-        # a call that is stopped here evaluates the last epoch again when it continues
+        # a call that is stopped here evaluates the last epoch again when it resumes
         if task.reported_split != task.curve_split:
             with watch.paused():
                 run.scores = task.evaluate(training.evaluated, task.reported_split)
@@ -204,8 +206,9 @@ def fit(
 
 
 class TrainingState:
-    """What the steps change. `network` is the model or its parallel wrapper; `evaluated` is the moving average where
-    there is one.
+    """Everything that a step changes.
+
+    `network` is the model or its parallel wrapper; `evaluated` is the moving average if there is one, else the model.
     """
 
     def __init__(self, task: Task, params: TrainParams, accumulate: int):
@@ -213,7 +216,8 @@ class TrainingState:
         self.optimizer = task.build_optimizer(params.optim)
         if task.ranks.world_size > 1:
             own = [task.device.index] if task.device.type == "cuda" else None
-            # batch norms see other images on each rank, and `share_buffers` brings their statistics together
+            # each rank keeps its own batch-norm statistics during an epoch; `share_buffers` averages them before they
+            # are used
             self.network = DistributedDataParallel(
                 task.model, device_ids=own, gradient_as_bucket_view=True, broadcast_buffers=False
             )
@@ -226,24 +230,24 @@ class TrainingState:
         self.accumulate = accumulate
 
     def step(self, *, apply: bool) -> None:
-        """Take the optimiser's step, or leave it out where `apply` is False."""
+        """Take the optimiser's step, unless `apply` is False."""
         if apply:
             self.scaler.step(self.optimizer)
             if self.ema is not None:
                 self.ema.update(self.model)
-        self.scaler.update()  # lowers the scale of fp16 where it made gradients overflow
+        self.scaler.update()  # lowers the fp16 scale after an overflow, also for a skipped step
 
     @torch.no_grad()
     def share_buffers(self, ranks: Ranks) -> None:
-        """Give all ranks the means of their buffers, those of the moving average too."""
+        """Average the buffers over all ranks, and those of the moving average."""
         ranks.average([*self.model.buffers(), *(self.ema.module.buffers() if self.ema is not None else ())])
 
     def state_dict(self) -> dict[str, Any]:
-        """What is saved; the schedule needs no entry, since its rate is a function of the step alone."""
+        """Return the state to save; the schedule needs no entry, since its rate is a function of the step alone."""
         return {name: part.state_dict() for name, part in self._parts().items()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """The inverse of `state_dict`; raises PyTorch's own error where the state belongs to another model."""
+        """Load `state_dict`; raises PyTorch's own error where the state belongs to another model."""
         for name, part in self._parts().items():
             part.load_state_dict(saved[name])
 
@@ -253,16 +257,16 @@ class TrainingState:
 
 
 def forward_backward(task: Task, training: TrainingState, batch: Any, clip_grad_norm: float | None) -> dict[str, float]:
-    """Run a batch in its parts: gradients are averaged over parts and ranks, then clipped.
+    """Run a batch in parts, average the gradients over parts and ranks, and clip them.
 
     Returns:
-        What the task's loss returned, averaged over the parts, and the gradients' norm before clipping.
+        The numbers of the task's loss, averaged over the parts, and the gradients' norm before clipping.
     """
     training.optimizer.zero_grad(set_to_none=True)
     sums: dict[str, Tensor] = {}
     parts = task.split(batch, training.accumulate)
     for i, part in enumerate(parts, 1):
-        # the ranks exchange gradients once, with the last part
+        # the ranks reduce gradients once, with the last part
         waits = i < len(parts) and isinstance(training.network, DistributedDataParallel)
         with training.network.no_sync() if waits else contextlib.nullcontext():
             with training.autocast():
@@ -271,13 +275,15 @@ def forward_backward(task: Task, training: TrainingState, batch: Any, clip_grad_
         for name, value in losses.items():
             sums[name] = sums.get(name, 0.0) + value.detach() / len(parts)
     training.scaler.unscale_(training.optimizer)
+    # with an infinite bound the norm is only measured
     sums["grad_norm"] = torch.nn.utils.clip_grad_norm_(training.model.parameters(), clip_grad_norm or math.inf)
-    values = torch.stack([value.double() for value in sums.values()]).tolist()  # one transfer
+    # one transfer from the device for all values
+    values = torch.stack([value.double() for value in sums.values()]).tolist()
     return dict(zip(sums, values, strict=True))
 
 
 def _stop_if(stop: bool, received: list[int], step: int) -> None:
-    if stop:  # the signal may have come to another rank
+    if stop:  # if received is empty, the signal came to another rank
         raise Interrupted(received[0] if received else signal.SIGTERM, f"the state after step {step} is saved")
 
 
@@ -306,7 +312,7 @@ def _judge_end(why: str | None, task: Task, run: RunState) -> None:
 
 
 def _save(checkpointer: Checkpointer, run: RunState, training: TrainingState, ranks: Ranks) -> None:
-    # before every evaluation, too, which follows the save at an epoch's end: what is scored is what is saved
+    # every evaluation follows a save at an epoch's end: the buffers that are scored are those that are saved
     training.share_buffers(ranks)
     everyone = ranks.gather({"rng": rng_state(), "sums": run.epoch_sums})
     if ranks.first:
@@ -323,7 +329,7 @@ def _restore(checkpointer: Checkpointer, training: TrainingState, ranks: Ranks) 
         everyone = saved["ranks"]
         training.load_state_dict(saved)
         run = RunState(**{**saved["run"], "epoch_sums": everyone[ranks.rank]["sums"]})
-    except torch.OutOfMemoryError:  # a RuntimeError that says nothing against the state
+    except torch.OutOfMemoryError:  # a RuntimeError, but the state may be good
         raise
     except (RuntimeError, ValueError, KeyError, TypeError):
         what = "the state of another model, or of other code"

@@ -1,6 +1,4 @@
-"""Optimiser and learning-rate schedule: timm's AdamW and LAMB, layer-wise decay and cosine, and the two schedules of
-the dense tasks.
-"""
+"""Optimisers and learning-rate schedules: timm's AdamW, LAMB, layer-wise decay and cosine, and those of dense tasks."""
 
 from bisect import bisect_right
 from collections.abc import Set
@@ -23,12 +21,14 @@ def build_optimizer(
     new_factor: float = 1.0,
     decay_all: bool = False,
 ) -> torch.optim.Optimizer:
-    """AdamW or LAMB with timm's weight-decay rule, but for a model's `decayed_vectors`, and, where asked, its layer-wise rates by the model's
-    `group_matcher`.
+    """Build AdamW or LAMB with timm's weight-decay rule and, if asked for, its layer-wise rates.
 
-    Where a model is converted, the parameters named in `new` have `new_factor` times the rate, and with `decay_all` no
-    parameter is exempt from the weight decay; there are no layer-wise rates then. The groups are checked to hold every
-    trainable parameter exactly once.
+    A model's `decayed_vectors` are decayed although timm's rule exempts vectors; the layers are those of its
+    `group_matcher`. For a converted model, the parameters named in `new` have `new_factor` times the learning rate, and
+    with `decay_all` no parameter is exempt from weight decay; layer-wise rates are then not available.
+
+    Raises:
+        RuntimeError: the groups do not hold every trainable parameter exactly once.
     """
     rate, averages = params.lr * batch_size / params.lr_batch_size, {"betas": tuple(params.betas), "eps": params.eps}
     decays = {"weight_decay": params.weight_decay, "layer_decay": params.layer_decay}
@@ -47,7 +47,7 @@ def build_optimizer(
 
 
 def _decay(optimizer: torch.optim.Optimizer, vectors: list[nn.Parameter], weight_decay: float) -> None:
-    """Move vectors, which timm's rule never decays, to groups with the weight decay and otherwise their own settings."""
+    """Move vectors, which timm's rule never decays, to groups with weight decay that keep all other settings."""
     chosen = {id(vector) for vector in vectors}
     for group in list(optimizer.param_groups):
         if moved := [p for p in group["params"] if id(p) in chosen and group["weight_decay"] != weight_decay]:
@@ -57,8 +57,9 @@ def _decay(optimizer: torch.optim.Optimizer, vectors: list[nn.Parameter], weight
 
 
 def _group(model: nn.Module, weight_decay: float, new: Set[str], new_factor: float, decay_all: bool) -> list[dict]:
-    """Groups by timm's rule of weight decay, each cut into what is inherited and what is new; the schedule multiplies
-    by `lr_scale`.
+    """Group parameters by timm's weight-decay rule, and split each group into inherited and new ones.
+
+    The schedule multiplies a group's rate by its `lr_scale`.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     if decay_all:
@@ -78,7 +79,7 @@ def _group(model: nn.Module, weight_decay: float, new: Set[str], new_factor: flo
 def build_schedule(
     optimizer: torch.optim.Optimizer, params: OptimParams, batch_size: int, epochs: int, steps_per_epoch: int
 ) -> Scheduler:
-    """The rate as a function of the step; call `step_update(step)` with the number of finished steps."""
+    """Build the learning rate as a function of the step; call `step_update(step)` with the number of finished steps."""
     scale = batch_size / params.lr_batch_size
     if params.schedule == "cosine":
         warmup_steps = params.warmup_steps or min(params.warmup_epochs, epochs) * steps_per_epoch
@@ -92,8 +93,9 @@ def build_schedule(
 
 
 class _DenseSchedule(Scheduler):
-    """The rates of detection and segmentation: steps or a linear decay, times the warm-up's factor 1 - (1 - t / n)(1 -
-    first / peak).
+    """The learning rates of detection and segmentation: steps, or a linear decay to 0.
+
+    During n steps of warm-up, the rate is multiplied by 1 - (1 - t / n)(1 - first / peak).
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: OptimParams, epochs: int, steps_per_epoch: int):

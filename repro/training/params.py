@@ -1,4 +1,4 @@
-"""The parameters that every training has. Imports nothing heavy: the stages need them for `--help`."""
+"""Parameters of every training. Imports nothing heavy: the stages need them for `--help`."""
 
 import dataclasses
 from typing import Annotated, Any, Literal, Self
@@ -9,24 +9,25 @@ from ..core.runtime import torch_dtype
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimParams:
-    """The optimiser and its schedule (Appendix D of Vision-TTT; what it leaves open for classification is Swin's
-    default).
+    """The optimiser and its schedule, after Appendix D of Vision-TTT.
+
+    Values that it leaves open for classification are Swin's.
 
     Args:
         optimizer: `adamw`, or timm's `lamb`, which by itself clips the global norm of the gradient to 1.
         lr: peak learning rate at a total batch of `lr_batch_size`; the three rates scale linearly with the batch.
-        warmup_lr, min_lr: the first rate, and the last rate of the cosine, at the same batch.
-        lr_batch_size: the batch for which the rates are stated.
-        weight_decay: of every parameter that timm's rule and the model's `no_weight_decay()` do not exempt.
-        betas, eps: of the optimiser's two averages.
+        warmup_lr, min_lr: first rate of the warm-up, and last rate of the cosine, at the same batch.
+        lr_batch_size: total batch for which the rates are stated.
+        weight_decay: for every parameter that timm's rule and the model's `no_weight_decay()` do not exempt.
+        betas, eps: of the optimiser's two moving averages.
         schedule: `cosine`; `step`, which divides the rate by ten after each milestone; or `poly`, linear to 0 over all
             steps.
         milestones: finished epochs, for `step`.
         warmup_epochs: epochs of linear warm-up; the cosine takes the epochs after them.
-        warmup_steps: steps of linear warm-up, in place of the epochs; with `step` and `poly` it multiplies their rates.
-        layer_decay: factor between the rates of neighbouring layers, counted down from the last layer, which has 1;
+        warmup_steps: steps of linear warm-up, instead of epochs; with `step` and `poly` it multiplies their rates.
+        layer_decay: ratio of the rates of neighbouring layers, counted down from the last layer, whose factor is 1;
             null for one rate.
-        clip_grad_norm: the largest global L2 norm of the gradient; null switches clipping off.
+        clip_grad_norm: largest global L2 norm of the gradient; null switches clipping off.
     """
 
     optimizer: Literal["adamw", "lamb"] = "adamw"
@@ -57,10 +58,10 @@ class OptimParams:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InitParams:
-    """The weights that a training starts from.
+    """The initial weights of a training.
 
     Args:
-        weights: a file, from the checkout's root: of this project, or of an official release of the model.
+        weights: a file of this project or of an official release of the model; a path from the checkout's root.
         sha256: the file's SHA-256, 16 hex digits or more; needed where no record in its folder states it.
     """
 
@@ -75,29 +76,29 @@ class InitParams:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainParams:
-    """What the cells of all training stages have in common.
+    """Common parameters of the cells of all training stages.
 
     Args:
         model: registered name of the model, or of the backbone.
-        family: the file of results/golden, without suffix, that stands for this training in dvc.yaml: what DVC watches in
-            place of code. It is the model's family; for detectors and segmenters the task; for timm's own models `resnet`.
+        family: stem of the file of results/golden that dvc.yaml depends on in place of this training's code: the
+            model's family, the task for detectors and segmenters, or `resnet` for timm's own models.
         options: further keyword arguments of `timm.create_model`, e.g. design, pool, chunk_size, w0.
-        init: the weights to start from; null for random ones.
+        init: the initial weights; null for random ones.
         data: a cell of `prepare_data`.
         seeds: one training each; a seed determines initialisation, order and augmentation.
-        epochs: passes over the training data, or that many times `steps_per_epoch`.
+        epochs: passes over the training data, or multiples of `steps_per_epoch` steps.
         steps_per_epoch: steps in an epoch, where a recipe counts steps; null for a pass over the data.
         batch_size: images per step, over all GPUs together.
         drop_path: stochastic depth, rising linearly from 0 to this over the blocks.
         evaluate_every: epochs between evaluations; the last epoch is always evaluated.
         snapshot_epochs: finished epochs after which the weights are kept (0: before training), for `explain`.
-        precision: `fp32`, `bf16` or `fp16` (autocast; the inner learner computes in fp32 in all of them; fp16 scales
-            its loss adaptively); `auto` takes bf16 on GPUs and fp32 elsewhere.
+        precision: `fp32`, `bf16` or `fp16` (autocast; the inner learner always computes in fp32; fp16 scales its loss
+            adaptively); `auto` is bf16 on GPUs and fp32 elsewhere.
         ema_decay: decay of a moving average of the weights, which is then evaluated and saved instead of the raw
             weights; null for none.
-        max_bad_steps: by how many the steps with a loss or gradient that is not finite may outnumber the others,
-            counted from any step on; with as many, the run stops and names the last batch. So it ends where more than
-            half fail, and after as many in a row.
+        max_bad_steps: the run stops when this many more steps were non-finite (loss or gradient) than finite, counted
+            from any step on, and names the last batch. It thus ends where more than half fail, and after as many in a
+            row.
         optim: optimiser and schedule.
     """
 
@@ -136,29 +137,30 @@ class TrainParams:
 
     @property
     def teacher_from(self) -> float | None:
-        """The share of the epochs after which the loss also asks the moving average of the weights; None for never."""
+        """Share of the epochs after which the loss also uses the moving average of the weights; None for never."""
         return None
 
     def resolve_precision(self, device: Any) -> str:
-        """The precision on a device: `fp32`, `bf16` or `fp16`."""
+        """Return the precision on a device: `fp32`, `bf16` or `fp16`."""
         if self.precision != "auto":
             return self.precision
         return "bf16" if device.type == "cuda" else "fp32"
 
     def autocast(self, device: Any) -> Any:
-        """A context manager for a forward pass in the precision of a device."""
+        """Return a context manager for a forward pass in the precision of a device."""
         import torch
 
         precision = self.resolve_precision(device)
         return torch.autocast(device.type, torch_dtype(precision), enabled=precision != "fp32")
 
     def with_seed(self, seed: int) -> Self:
-        """The same training with one seed."""
+        """Return the same training with one seed."""
         return dataclasses.replace(self, seeds=(seed,))
 
     def with_epochs(self, epochs: int) -> Self:
-        """The same training over another number of epochs; milestones and a cosine's steps of warm-up move in
-        proportion, and later snapshots are left out.
+        """Return the same training over another number of epochs.
+
+        Milestones and a cosine's warm-up steps are scaled in proportion, and later snapshots are dropped.
         """
         milestones = tuple(max(1, round(milestone * epochs / self.epochs)) for milestone in self.optim.milestones)
         optim = dataclasses.replace(self.optim, milestones=milestones)

@@ -1,4 +1,4 @@
-"""What a run reports while it trains: a JSON line per step, TensorBoard events, and the means of every few steps."""
+"""Logs of a run: a JSON line per step, TensorBoard events, and the means of every few steps."""
 
 import contextlib
 import importlib.util
@@ -21,25 +21,27 @@ _OURS |= frozenset(["img_per_s", "data_wait_percent", "skip_rate_percent", "peak
 
 
 class Watch:
-    """Watches the steps of one run, which `follow` encloses.
+    """Logging and timing of the steps of one run, inside `follow`.
 
     With `jsonl`, `train.jsonl` gets a line per step: `step`, `epoch`, `lr`, `images` (over all ranks), `skipped`,
-    `seconds` (since the previous step), `data_wait_seconds` (of this rank), and the step's numbers; a number that is
-    not finite is null and is named in the list `not_finite`. The operating system has the line when `step` returns, so
-    a state that is saved afterwards never gets ahead of the file, and a resumed run ends with the lines of an
+    `seconds` (since the previous step), `data_wait_seconds` (of this rank), and the step's numbers; a non-finite number
+    is null and is named in the list `not_finite`. The line is handed to the operating system before `step` returns: a
+    state that is saved afterwards never gets ahead of the file, and a resumed run ends with the lines of an
     uninterrupted one, apart from the times. TensorBoard gets the means of each window as `train/<name>`.
 
     Args:
-        folder, device: where `train.jsonl` and the TensorBoard events go; where the model lies.
-        jsonl, tensorboard: whether to write them; rank 0 alone writes.
-        flop_per_image, peak_flop_per_s: forward FLOP of an image (twice the multiply-accumulates), peak of one device;
-            for MFU.
-        every: steps in a window; it ends where the step's number is a multiple. After a resume the first one may be
+        folder: of `train.jsonl` and the TensorBoard events.
+        device: the model's device.
+        jsonl, tensorboard: whether to write them; only rank 0 writes.
+        flop_per_image, peak_flop_per_s: forward FLOP of an image (twice the multiply-accumulates), and peak of one
+            device, for MFU.
+        every: steps in a window, which ends at a multiple of this step number. After a resume the first one may be
             shorter.
-        ranks, clock: the processes that train together, and a function that gives seconds.
+        ranks: the processes that train together.
+        clock: returns seconds.
 
     Raises:
-        UserError: no TensorBoard is installed.
+        UserError: TensorBoard is not installed.
     """
 
     def __init__(
@@ -58,26 +60,27 @@ class Watch:
         self.folder, self.device, self.every, self.clock = Path(folder), torch.device(device), every, clock
         self.world_size = ranks.world_size
         self.jsonl, self.tensorboard = jsonl and ranks.first, tensorboard and ranks.first
+        # a backward pass takes twice the FLOP of the forward pass
         self.flop_share = (
             3 * flop_per_image / (peak_flop_per_s * ranks.world_size) if flop_per_image and peak_flop_per_s else None
         )
-        # every rank looks, so that all of them end with the error and none waits for a rank 0 that is gone
+        # every rank checks: all of them then end with the error, and none waits for a rank 0 that is gone
         if tensorboard and importlib.util.find_spec("tensorboard") is None:
             raise UserError("TensorBoard is not installed: python -m pip install -e '.[tensorboard]', or switch it off")
         self._file = self._writer = None
-        self._run, self._window = Counter(), Counter()  # steps, skipped, images of all ranks, seconds, waited
+        # counts of steps, skipped, images (of all ranks), seconds, waited
+        self._run, self._window = Counter(), Counter()
         self._sums, self._terms = Counter(), Counter()  # by name, over the window's steps that were not skipped
 
     @contextlib.contextmanager
     def follow(self, resumed_step: int) -> Iterator["Watch"]:
-        """Wrap the steps of a run.
+        """Enclose the steps of a run.
 
         Args:
-            resumed_step: steps that an earlier process finished and saved; what was written about later ones is
-                dropped.
+            resumed_step: steps that an earlier process finished and saved; lines about later ones are dropped.
 
         Raises:
-            UserError: a folder not writable, a damaged line before the last of `train.jsonl`.
+            UserError: the folder is not writable, or a line of `train.jsonl` before the last is damaged.
         """
         try:
             if self.jsonl:
@@ -85,11 +88,11 @@ class Watch:
             if self.tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
 
-                # the purge step hides what an earlier process wrote about steps that are now done again
+                # hides the earlier process' events about steps that are now repeated
                 self._writer = SummaryWriter(str(self.folder), purge_step=resumed_step + 1)
         except OSError as error:
             raise UserError(f"{self.folder}: cannot be written: {error.strerror or error}") from None
-        if self.device.type == "cuda":  # a process trains several cells: the peak is to be this one's
+        if self.device.type == "cuda":  # a process may train several cells: measure the peak of this one
             torch.cuda.reset_peak_memory_stats(self.device)
         self._since, self._waited = self.clock(), 0.0
         try:
@@ -97,12 +100,12 @@ class Watch:
             if self._window["steps"]:  # a run shorter than a window would leave no event
                 self._end_window(*self._last)
         finally:
-            with contextlib.suppress(OSError):  # every line was flushed; what could not be written has been reported
+            with contextlib.suppress(OSError):  # every line was flushed; a failed write has already been reported
                 for stream in filter(None, (self._writer, self._file)):
                     stream.close()
 
     def time_waiting(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches; the wait for each belongs to the step that follows."""
+        """Yield the batches, and add the wait for each to the step that follows."""
         while True:
             start = self.clock()
             batch = next(batches, None)
@@ -113,8 +116,8 @@ class Watch:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Wrap work that is not training (evaluation, snapshots, saving); its time counts in no step and no speed."""
-        if self.device.type == "cuda":  # steps still under way belong before the pause
+        """Exclude work that is not training (evaluation, snapshots, saving) from the times of steps and the speed."""
+        if self.device.type == "cuda":  # queued kernels belong to the steps before the pause
             torch.cuda.synchronize(self.device)
         start = self.clock()
         yield
@@ -123,13 +126,13 @@ class Watch:
     def step(
         self, step: int, epoch: int, numbers: dict[str, float], lr: float, images: int, skipped: bool = False
     ) -> dict[str, float] | None:
-        """Count a finished step; to be called before its state is saved.
+        """Count a finished step; call it before its state is saved.
 
         Args:
-            step, epoch, lr, images: finished steps of the whole run, this one included; its epoch, its rate, this
-                rank's images.
+            step, epoch, lr, images: number of finished steps of the whole run, including this one; its epoch, its
+                learning rate, and this rank's images.
             numbers: of the step, by name.
-            skipped: the guard kept the step from the weights; it counts for speed and skip rate, not for the means.
+            skipped: the step was not applied to the weights; it counts for speed and skip rate, not for the means.
 
         Returns:
             At the end of a window the means over its steps that were not skipped (a name that none of them has is
@@ -138,8 +141,8 @@ class Watch:
             img_per_s / (peak_flop_per_s x world_size). Else None.
 
         Raises:
-            RunError: what is to be written cannot be, e.g. because the disk is full.
-            ValueError: a number has a name of ours.
+            RunError: a line or an event cannot be written, e.g. because the disk is full.
+            ValueError: a number has a reserved name.
         """
         if clash := _OURS.intersection(numbers):
             raise ValueError(f"numbers of a step cannot be named {', '.join(sorted(clash))}")
@@ -163,11 +166,11 @@ class Watch:
             raise RunError(f"{self.folder}: step {step} cannot be written: {error.strerror or error}") from None
 
     def summary(self) -> dict[str, Any]:
-        """Totals since entering, of this process alone after a resume; `<name>_reason` explains each None.
+        """Return totals since entering `follow`, without those before a resume; `<name>_reason` explains each None.
 
-        `throughput_img_per_s` (over all ranks), `data_wait_percent`, `skip_rate_percent`, `skipped_steps`,
+        They are `throughput_img_per_s` (over all ranks), `data_wait_percent`, `skip_rate_percent`, `skipped_steps`,
         `peak_memory_mib`, and `mfu_percent` where the peak is known. They differ from run to run (the counts, where a
-        run was resumed), so they explain nothing and belong into run.json.
+        run was resumed), and therefore belong in run.json and not among the metrics.
         """
         total = self._run + self._window
         found = self._rates(total)
@@ -192,7 +195,7 @@ class Watch:
         return means
 
     def _rates(self, counts: Counter) -> dict[str, float]:
-        """The rates that are defined: without elapsed time there is no speed, and without steps no skip rate."""
+        """Compute the rates that are defined: no speed without elapsed time, and no skip rate without steps."""
         found = {"skip_rate_percent": 100 * counts["skipped"] / counts["steps"]} if counts["steps"] else {}
         if (seconds := counts["seconds"]) > 0:
             found |= {"img_per_s": counts["images"] / seconds, "data_wait_percent": 100 * counts["waited"] / seconds}
@@ -203,7 +206,7 @@ class Watch:
 
 
 def format_window(window: dict[str, float]) -> str:
-    """The means of a window, see `Watch.step`, as a line of progress."""
+    """Format the means of a window, see `Watch.step`, as a line of progress."""
     parts = [f"loss {window['loss']:.4f}" if "loss" in window else "no finite loss"]
     parts.append(f"{window['img_per_s']:.0f} img/s, waited {window['data_wait_percent']:.0f} % for data")
     if window["skip_rate_percent"]:
@@ -216,9 +219,7 @@ def format_window(window: dict[str, float]) -> str:
 
 
 def _reopen(path: Path, step: int) -> BinaryIO:
-    """Open the file for more lines, after dropping the lines about steps after `step` and a last line that a crash cut
-    short.
-    """
+    """Open the file for appending; drop lines about steps after `step`, and a last line that a crash cut short."""
     lines, kept = path.read_bytes().splitlines() if path.exists() else [], []
     for number, line in enumerate(lines, 1):
         try:

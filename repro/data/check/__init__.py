@@ -1,1 +1,1 @@
-"""`repro data check`: checks before a long run that a data set is what it should be."""
+"""Checks of a data set before a long run, for `repro data check`."""

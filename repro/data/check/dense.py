@@ -1,4 +1,4 @@
-"""The checks of COCO 2017 (detection), ADE20K's 150 classes (segmentation), and the embedded scenes, as both."""
+"""Checks of COCO 2017 (detection), ADE20K's 150 classes (segmentation), and the embedded scenes in both formats."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -17,12 +17,12 @@ from .run import Depth, describe_extent, draw_sample, run_parallel
 _OWN = "its classes are not those of {}: judged as a set of your own, with its own counts"
 _SHIFTED = "labels were already shifted down by one, with 255 for void: add 1 to each label, and make 255 0"
 _TWO_VALUES = "a mask in black and white: write the numbers of the classes, 1 and 2"
-_VOID = 0.1  # share of the pixels from which on 0 is looked at
+_VOID = 0.1  # share of unlabelled pixels above which 0 may be a class, counted from 0 by mistake
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CocoCounts:
-    """What a complete COCO holds: numbers by split, and the ids of its categories, with gaps."""
+    """Counts of a complete COCO release by split, and its category ids, which have gaps."""
 
     images: Mapping[str, int]
     instances: Mapping[str, int]
@@ -46,10 +46,10 @@ def check_coco(
     expected: CocoCounts | None = COCO_2017,
     boxes_as_masks: bool = False,
 ) -> None:
-    """Check images, annotations, and that they belong together; categories and boxes of every annotation.
+    """Check images and annotations, whether they match, and the category and box of every annotation.
 
-    Arguments and errors are those of `folders.check_imagenet`; `expected` is None where the counts are a setting. Those
-    of a set whose categories are not COCO's are its own.
+    Arguments and errors are those of `folders.check_imagenet`. `expected` is None where the counts are a setting; it is
+    also ignored for a set whose categories are not COCO's.
     """
     read = {split: read_instances(root, split, report, boxes_as_masks=boxes_as_masks) for split in splits}
     found = {split: instances for split, instances in read.items() if instances is not None}
@@ -71,7 +71,7 @@ def check_coco(
 
 
 def check_boxes(root: Path, report: Reporter, depth: Depth) -> None:
-    """Check a set of one's own in COCO's layout whose masks are boxes; errors as `check_coco`."""
+    """Check a user's own set in COCO's layout that uses boxes as masks; errors as `check_coco`."""
     kind = KINDS["boxes"]
     check_coco(root, report, depth, splits=kind.splits, expected=None, boxes_as_masks=kind.boxes_as_masks)
 
@@ -84,10 +84,10 @@ def check_ade20k(
     splits: Sequence[str] = KINDS["ade20k"].splits,
     expected: ExpectedCounts | None = ADE20K,
 ) -> None:
-    """Check the pairs of image and label map, and the label maps themselves.
+    """Check the pairs of image and label map, and the values in the label maps.
 
-    Arguments and errors are those of `check_coco`; `root` is ADEChallengeData2016, or the folder that holds it. The
-    counts of a set with another number of classes are its own.
+    Arguments and errors are those of `check_coco`; `root` is ADEChallengeData2016 or the folder that holds it.
+    `expected` is ignored for a set with another number of classes.
     """
     base = find_base(root)
     pairs = {split: AdePairs(base, split, report) for split in splits}
@@ -105,7 +105,7 @@ def check_ade20k(
     chosen = [pairs[split].paths(place) for split, places in picked.items() for place in places]
     items = [(*paths, num_classes, depth.max_pixels) for paths in chosen]
     judged = list(run_parallel(_judge_pair, items, depth.workers, "decoding"))
-    pixels = sum((counts for _, counts in judged), np.zeros(256, dtype=np.int64))  # of each value
+    pixels = sum((counts for _, counts in judged), np.zeros(256, dtype=np.int64))  # (256,) pixels of each label value
     values = np.flatnonzero(pixels).tolist()
     strange = f"labels are of another release; {RELEASE}"
     if not {*values} & {*range(num_classes, 255)}:
@@ -121,7 +121,7 @@ def check_ade20k(
         names = pairs["train"].classes
         shares = pixels / pixels.sum()
         report.ok(base, f"pixels: {_list_shares(['0 (unlabelled)', *names], shares)}")
-        # of a release, and of scenes that the project draws, the labels are known to be right
+        # only for users' own sets: the labels of a release and of drawn scenes are known to be right
         of_class = shares[1 : len(names) + 1]
         if (
             names
@@ -146,7 +146,7 @@ def _list_shares(names: Sequence[str], shares: np.ndarray) -> str:
 
 
 def _is_own(classes: Sequence[str], expected: CocoCounts) -> bool:
-    """Whether fewer than half of these categories, or of those expected, have names of COCO's."""
+    """Return whether fewer than half of the categories, here or in the release, bear names of COCO's categories."""
     from torchvision.models.detection import MaskRCNN_ResNet50_FPN_Weights
 
     shared = set(classes) & set(MaskRCNN_ResNet50_FPN_Weights.COCO_V1.meta["categories"])
@@ -154,7 +154,7 @@ def _is_own(classes: Sequence[str], expected: CocoCounts) -> bool:
 
 
 def _compare_with_release(instances: Instances, split: str, report: Reporter, expected: CocoCounts | None) -> None:
-    """Compare the counts of one annotation file with those of the release."""
+    """Compare the counts of one annotation file with the release, and report the objects per category."""
     file, advice = instances.file, "take the instances_ file of COCO 2017 as it is"
     found = frozenset(instances.category_ids)
     report.ok(file, f"{len(found)} categories with ids of {min(found, default=0)}..{max(found, default=0)}")
@@ -170,7 +170,7 @@ def _compare_with_release(instances: Instances, split: str, report: Reporter, ex
 
 
 def _judge_image(item: tuple[Path, tuple[int, int], Path, int]) -> Finding | None:
-    """What is wrong with an image of COCO, if the reader has not already named it as missing or empty."""
+    """Return the fault of a COCO image, or None; the reader has already reported missing and empty ones."""
     if not item[0].is_file() or not item[0].stat().st_size:
         return None
     try:
@@ -181,7 +181,10 @@ def _judge_image(item: tuple[Path, tuple[int, int], Path, int]) -> Finding | Non
 
 
 def _judge_pair(item: tuple[Path, Path, int, int]) -> tuple[Finding | None, np.ndarray]:
-    """What is wrong with a pair, if the reader has not named it as empty, and its pixels of each value, (256,) int64."""
+    """Return a pair's fault or None, and the pixels of each label value (256,) int64.
+
+    The reader has reported empty files.
+    """
     image, label, _, max_pixels = item
     none, fault = np.zeros(256, dtype=np.int64), None
     if not (image.stat().st_size and label.stat().st_size):

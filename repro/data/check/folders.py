@@ -1,4 +1,4 @@
-"""The checks of class folders and archives: ImageNet-1K, embedded digits and connect, a folder of your own."""
+"""Checks of class folders and archives: ImageNet-1K, data sets that the project writes, and a folder of your own."""
 
 import contextlib
 import json
@@ -26,8 +26,8 @@ CIFAR_IMAGES = 60_000
 DIGITS_IMAGES = 1797  # the scans of scikit-learn's load_digits
 _VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\.")
 _WRITE_AGAIN = "remove the folder and run `repro prepare-data` to write it again"
-# Beyer et al. 2020 relabelled the validation images; about nine tenths of the original labels are among the new ones.
-# Folders that were filled by a wrong map agree in about one image of a thousand.
+# Beyer et al. 2020 (ReaL) relabelled the validation images; about nine tenths of the original labels are among the new
+# ones. With folders that were filled from a wrong map, about one image in a thousand agrees.
 _AGREEMENT = 0.75
 
 
@@ -41,15 +41,16 @@ def check_tree(
     images: int | None = None,
     advice: str = _WRITE_AGAIN,
 ) -> None:
-    """Check layout, class folders, counts and files of a set of class folders, and that pairs are whole.
+    """Check layout, class folders, counts and files of a set of class folders, and that no pair is incomplete.
 
     Args:
-        report, depth: what takes the findings, and how many images are decoded.
+        report, depth: the receiver of the findings, and the number of images to decode.
         expected, images: the counts of a complete set by split, and of all its splits together; None where unknown.
-        advice: what to do about a bad file.
+        advice: what the user should do about a bad file.
 
     Raises:
-        UserError: a folder that cannot be listed. RunError: a decoding process died.
+        UserError: a folder cannot be listed.
+        RunError: a decoding process died.
     """
     tree, class_names = scan_tree(root, kind, report), KINDS[kind].class_names
     named = class_names() if class_names else ()
@@ -76,9 +77,9 @@ def check_tree(
     _check_files(tree, report, depth, advice)
 
 
-# what `repro prepare-data` writes has splits by settings; the number of all images may be none
+# the splits of data sets that `repro prepare-data` writes are settings, but the total may be known
 check_digits = partial(check_tree, kind="digits", images=DIGITS_IMAGES)
-check_digits_wild = partial(check_tree, kind="digits_wild")  # a setting says how often each scan is drawn
+check_digits_wild = partial(check_tree, kind="digits_wild")  # a setting gives the number of copies of a scan
 check_cifar10, check_cifar100 = (
     partial(check_tree, kind=kind, images=CIFAR_IMAGES) for kind in ("cifar10", "cifar100")
 )
@@ -92,9 +93,9 @@ check_imagenet = partial(
 
 
 def _check_val_mapping(tree: Tree, report: Reporter) -> None:
-    """Compare the folders of the validation images with the ReaL labels, which timm carries."""
+    """Compare the folders of the validation images with the ReaL labels, which timm ships."""
     place = tree.root / "val"
-    # class indices of the validation images, by number
+    # image number - 1 -> class indices
     real: list[list[int]] = json.loads(pkgutil.get_data("timm.data", "_info/imagenet_real_labels.json"))
     index = {wnid: number for number, wnid in enumerate(list_wnids())}
     agree = judged = 0
@@ -119,18 +120,18 @@ def _check_val_mapping(tree: Tree, report: Reporter) -> None:
 
 
 def _make_reader(tree: Tree, depth: Depth) -> Callable[[ImageBytes], Any]:
-    """What the loaders do with a file; latents must have the shape of the first ones."""
+    """Return the loaders' function that decodes a file. All latents must have the shape of the first file."""
     if tree.kind.name != "latents":
         return partial(read_rgb, upright=tree.kind.upright, max_pixels=depth.max_pixels)
     first = next((tree.source(split, 0) for split, files in tree.splits.items() if len(files.names)), None)
     shape = None
-    with contextlib.suppress(*UNREADABLE):  # a finding like others
+    with contextlib.suppress(*UNREADABLE):  # `_check_files` reports the unreadable file itself
         shape = first and read_latents(first).shape[1:]
     return partial(read_latents, shape=shape)
 
 
 def _check_files(tree: Tree, report: Reporter, depth: Depth, advice: str) -> None:
-    """Report empty files, and those of the sample that the loaders cannot read."""
+    """Report empty files, and sampled files that the loaders cannot read."""
     what = "latents" if tree.kind.suffixes else "image"
     judge = partial(_judge_file, read=_make_reader(tree, depth), advice=advice, what=what)
     full = {split: np.flatnonzero(files.sizes) for split, files in tree.splits.items()}
@@ -155,7 +156,7 @@ def _check_files(tree: Tree, report: Reporter, depth: Depth, advice: str) -> Non
 def _judge_file(
     item: tuple[Path, ImageBytes], read: Callable[[ImageBytes], Any], advice: str, what: str
 ) -> Finding | None:
-    """What is wrong with a file; None where it can be read."""
+    """Return the fault of a file; None where it can be read."""
     path, source = item
     try:
         read(source)

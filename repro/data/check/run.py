@@ -1,4 +1,4 @@
-"""Run a kind's check: the sample that it decodes, and the processes that decode it."""
+"""Frame of a kind's check: the sample of images to decode, and the processes that decode it."""
 
 import contextlib
 import dataclasses
@@ -23,20 +23,20 @@ _CHUNK = 16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Depth:
-    """How many images are decoded, and how. What a directory listing or the annotations say is always checked in full."""
+    """The number of images to decode, and how. Directory listings and annotations are always checked in full."""
 
     full: bool = False  # decode every file
     sample: int = 2000  # otherwise the number of images to decode, an equal share of each split
-    seed: int = 0  # of the sample
-    workers: int = 1  # processes that decode; 1 decodes in this one
-    max_pixels: int = Runtime.max_pixels  # of an image
+    seed: int = 0  # seed of the sample
+    workers: int = 1  # processes that decode; 1 decodes in the calling process
+    max_pixels: int = Runtime.max_pixels  # largest image that is decoded
 
 
 def run_check(kind: str, root: Path, depth: Depth, *, emit: Callable[[str], None] = print) -> None:
-    """Check a data set. Nothing is written; `emit` takes the lines.
+    """Check a data set and pass each line of the report to `emit`. Nothing is written.
 
     Raises:
-        UserError: an unknown kind, or no such root.
+        UserError: the kind is unknown, or the root does not exist.
         RunError: errors were found, or a decoding process died.
     """
     if kind not in KINDS:
@@ -54,11 +54,12 @@ def run_check(kind: str, root: Path, depth: Depth, *, emit: Callable[[str], None
 
 
 def draw_sample(sizes: Mapping[str, int], depth: Depth) -> dict[str, list[int]]:
-    """Draw the sorted indices to decode; `sizes` has the number of files of each split.
+    """Draw the sorted indices of the files to decode in each split, given the number of files of each.
 
-    Each split gets an equal share of the sample, or more where another has too few.
+    Each split gets an equal share of the sample, and the larger ones the shares that smaller ones cannot fill.
     """
     chosen, left = {}, depth.sample
+    # from the smallest split up, so that what it leaves unused goes to the larger ones
     for place, split in enumerate(sorted(sizes, key=lambda split: (sizes[split], split))):
         share = sizes[split] if depth.full else min(sizes[split], left // (len(sizes) - place))
         rng = np.random.Generator(np.random.PCG64((depth.seed, place)))
@@ -68,24 +69,25 @@ def draw_sample(sizes: Mapping[str, int], depth: Depth) -> dict[str, list[int]]:
 
 
 def describe_extent(chosen: int, total: int, depth: Depth) -> str:
-    """`all 50,000`, or `1,000 of 50,000` and how to check the rest."""
+    """Return `all 50,000`, or `1,000 of 50,000` with a hint at --full."""
     if chosen == total:
         return f"all {total:,}"
     return f"{chosen:,} of {total:,} (a sample, seed {depth.seed}; --full takes all)"
 
 
 def run_parallel(function: Callable[[Any], Any], items: Sequence[Any], workers: int, label: str) -> Iterator[Any]:
-    """`function` of each item, in order, with progress; raises RunError where a worker process died.
+    """Yield `function(item)` for each item, in order, with a progress bar; raises RunError if a worker process died.
 
-    The function is one of a module, which worker processes can import, and returns what is wrong instead of raising.
-    With one worker this process calls it.
+    `function` must be importable by worker processes, and must return a fault instead of raising it. With one worker it
+    runs in the calling process.
     """
     with contextlib.ExitStack() as stack:
         results: Iterator[Any] = map(function, items)
         if workers > 1 and len(items) > _CHUNK and choose_workers(workers):
             pool = ProcessPoolExecutor(workers, initializer=_start_worker)
             stack.callback(pool.shutdown, cancel_futures=True)
-            # this forks all workers before the bar starts a thread, whose locks they could inherit
+            # fork all workers before the bar starts its thread: a forked child would inherit that thread's locks in any
+            # state
             results = pool.map(function, items, chunksize=_CHUNK)
         try:
             yield from track(results, label, len(items))

@@ -1,4 +1,4 @@
-"""The data sets that the project writes, some from published files. A writer leaves a complete tree or nothing."""
+"""Data sets that the project writes, some of them from published files. A writer leaves a complete tree or nothing."""
 
 import contextlib
 import dataclasses
@@ -19,13 +19,13 @@ _MARKER = "generated.json"
 
 @contextlib.contextmanager
 def new_tree(root: Path, kind: str, settings: Any, folders: Iterable[str]) -> Iterator[Path]:
-    """Yield a tree of empty `folders` that takes the place of `root` on success; it replaces an earlier one of its own.
+    """Yield a new tree of empty `folders`, which replaces `root` on success.
 
-    It is written next to `root` and renamed at the end, so that an interrupted call leaves no half-written tree.
-    Kind and settings, a dataclass, are written to its `generated.json`.
+    The tree is written next to `root` and renamed at the end, so that an interrupted call leaves no half-written tree.
+    The kind and the settings, a dataclass, go into its `generated.json`, which marks trees that may be replaced.
 
     Raises:
-        UserError: `root` holds something that this function did not write.
+        UserError: `root` holds files that this function did not write.
     """
     if root.exists() and any(root.iterdir()) and not (root / _MARKER).is_file():
         raise UserError(
@@ -43,16 +43,23 @@ def new_tree(root: Path, kind: str, settings: Any, folders: Iterable[str]) -> It
         try:
             os.rename(tree, root)
         except OSError:
-            # another process has put its own tree there in the meantime; the comparison with the manifest judges it
+            # another process was faster; the comparison with the manifest will check its tree
             if not (root / _MARKER).is_file():
                 raise
 
 
 def choose_tune(targets: np.ndarray, settings: TuneSplitSettings, where: Path, classes: Sequence[str]) -> np.ndarray:
-    """(N,) whether a training image goes to `tune`, given the classes `targets` (N,); of each class equally many do.
+    """Choose the training images that go to `tune`, the same number of each class.
+
+    Args:
+        targets: (N,) class indices.
+        where, classes: the folder and the names of the classes, for messages.
+
+    Returns:
+        (N,) bool.
 
     Raises:
-        UserError: a class, of which `classes` has the names, would keep no image for training at `where`.
+        UserError: a class would keep no image for training.
     """
     chosen = np.zeros(len(targets), dtype=bool)
     rng = np.random.Generator(np.random.PCG64(settings.seed))

@@ -14,7 +14,8 @@ from ..settings import TuneSplitSettings
 from . import choose_tune, new_tree
 
 _READERS = {"cifar10": CIFAR10, "cifar100": CIFAR100}
-# of the published archives, as Keras compares them; torchvision has the MD5 sums of these and of the files in them
+# hashes of the published archives from Keras' data set loaders; torchvision has only their MD5 sums and those of the
+# files in them
 _SHA256 = {
     "cifar10": "6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce",
     "cifar100": "85cd44d02ba6437773c5bbd22e183051d648de2e7d6b014e1ef29b855ba677a7",
@@ -22,10 +23,10 @@ _SHA256 = {
 
 
 def _write(kind: str, root: Path, settings: TuneSplitSettings, source: Path) -> None:
-    """Write `root/{train,tune,test}/<class>/<number>.png` from the files of a CIFAR in `source`, replacing an earlier
-    tree of this function.
+    """Write `root/{train,tune,test}/<class>/<number>.png` from the files of a CIFAR in `source`.
 
-    The number is the image's place in the files. torchvision compares the MD5 sum of each file before it unpickles it.
+    An earlier tree of this function is replaced. The number is the image's index in the files. torchvision compares the
+    MD5 sum of each file before it unpickles it.
 
     Raises:
         UserError: a file is missing or is not the published one; otherwise as `new_tree` and `choose_tune`.
@@ -46,16 +47,16 @@ def _write(kind: str, root: Path, settings: TuneSplitSettings, source: Path) -> 
             pairs = zip(images.data, images.targets)
             for number, (pixels, target) in enumerate(track(list(pairs), f"writing {split}", unit="images")):
                 place = "tune" if split == "train" and in_tune[number] else split
-                # stored uncompressed, as the digits are: the size of a file does not depend on the zlib version
+                # stored uncompressed, as the digits are: the size of a file then does not depend on the zlib version
                 file = tree / place / train.classes[target] / f"{number:05d}.png"
                 Image.fromarray(pixels).save(file, compress_level=0)
 
 
 def _download(kind: str, source: Path) -> None:
-    """Fetch and unpack the archive into `source`, its sums compared; nothing where its files are there.
+    """Download and unpack the archive into `source`, and verify its hashes; does nothing if its files are there.
 
     Raises:
-        UserError: it cannot be fetched, or is another.
+        UserError: the download failed, or the archive is not the published one.
     """
     reader = _READERS[kind]
     try:

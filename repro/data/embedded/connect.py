@@ -1,14 +1,14 @@
-"""The embedded connectivity task, in the manner of Pathfinder: are two markers at the ends of the same dashed curve?
+"""The embedded connectivity task, similar to Pathfinder: are two markers at the ends of the same dashed curve?
 
-Two curves come close to each other at a bend and part again: four arms leave the bend at right angles, and each curve
-joins two neighbouring arms. The markers lie on the ends of arms 0 and 1. `joined` has one bend between arms 0 and 1,
-and one between 2 and 3; `apart` has the same bends turned by 90 degrees, between 1 and 2, and between 3 and 0.
+Two curves approach each other at a bend and part again: four arms leave the bend at right angles, and each curve joins
+two neighbouring arms. The markers lie on the ends of arms 0 and 1. `joined` has one bend between arms 0 and 1, and one
+between 2 and 3. `apart` has the same bends rotated by 90 degrees, between 1 and 2, and between 3 and 0.
 
-Images are drawn in such pairs, which differ only in these two dashes. The positions of the markers, the lengths of the
-curves, the dashes and the ink are therefore equal in both classes, and not merely alike. Nothing outside the bend tells
-the class, and neither does the bend alone, since the markers lie on any two neighbouring arms with the same
-probability: the class follows from the bend and the arms that lead from it to the markers. Distractors are further such
-curves without markers, equal in both images.
+Images are drawn in such pairs, which differ only in these two dashes. Both classes therefore have exactly the same
+marker positions, curve lengths, dashes and ink. No region outside the bend reveals the class. The bend alone does not
+either, since the markers lie on any two neighbouring arms with the same probability: the class follows from the bend
+together with the arms that lead to the markers. Distractors are more such pairs of curves without markers, equal in
+both images.
 """
 
 from pathlib import Path
@@ -26,16 +26,18 @@ SPLITS = KINDS["connect"].splits
 _QUARTER_TURNS = np.array([1, 1j, -1, -1j])[:, None]  # exact, unlike exp(1j * angle)
 _SAMPLES_PER_PX = 2
 _COARSE = 4  # every fourth sample is tested for clearance
-_CANDIDATES = 32  # curves that are proposed at once
-_PROPOSALS = 8  # how often a curve is proposed next to those placed before
-_TRIES = 40  # how often the image is begun anew
+_CANDIDATES = 32  # pairs of curves in one vectorised proposal
+_PROPOSALS = 8  # proposals for a pair of curves, given those already placed
+_TRIES = 40  # restarts of an image
 
 
 def write_connect(root: Path, settings: ConnectSettings) -> None:
     """Write `root/{train,tune,test}/{apart,joined}/pair_<number>.png`, replacing an earlier tree of this function.
 
-    Images of one name in the two class folders are a pair. The same settings give the same bytes. Raises UserError as
-    `new_tree` does, or where the curves do not fit into an image.
+    Images of one name in the two class folders are a pair. The same settings give the same bytes.
+
+    Raises:
+        UserError: as `new_tree`, or the curves do not fit into an image.
     """
     folders = [f"{split}/{name}" for split in SPLITS for name in settings.CLASSES]
     with new_tree(root, "connect", settings, folders) as tree:
@@ -43,7 +45,7 @@ def write_connect(root: Path, settings: ConnectSettings) -> None:
             for number in track(
                 range(getattr(settings, f"{split}_pairs")), f"drawing {root.name}, {split}", unit="pairs"
             ):
-                # one generator per pair, so that more pairs leave the first ones as they are
+                # one generator per pair: with more pairs, the first ones stay the same
                 rng = np.random.Generator(np.random.PCG64((settings.seed, index, number)))
                 for name, pixels in zip(settings.CLASSES, draw_pair(rng, settings)):
                     # stored uncompressed, like those of `digits`
@@ -51,7 +53,11 @@ def write_connect(root: Path, settings: ConnectSettings) -> None:
 
 
 def draw_pair(rng: np.random.Generator, settings: ConnectSettings) -> np.ndarray:
-    """(2, S, S) uint8, ink bright: one image of `apart`, one of `joined`; UserError where the curves do not fit."""
+    """Draw (2, S, S) uint8 with bright ink, one image of `apart` and one of `joined`.
+
+    Raises:
+        UserError: as `place_curves`.
+    """
     (arms, bends), *others = place_curves(rng, settings)
     shared = np.zeros((settings.image_size, settings.image_size))
     _draw(shared, arms, settings)
@@ -66,10 +72,13 @@ def draw_pair(rng: np.random.Generator, settings: ConnectSettings) -> np.ndarray
 
 
 def place_curves(rng: np.random.Generator, settings: ConnectSettings) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Arms (4, P) and possible bends (4, Q) of each pair of curves, the pair with the markers first.
+    """Place all pairs of curves of an image: arms (4, P) and possible bends (4, Q) of each pair.
 
-    They are points of the complex plane, x + iy in pixels, with two points per pixel of length. Arms run outwards, and
-    bend k joins arms k and k + 1. Raises UserError where they do not fit into an image.
+    The pair with the markers comes first. Points are complex numbers x + iy in pixels, two for each pixel of length.
+    Arms run outwards, and bend k joins arms k and k + 1.
+
+    Raises:
+        UserError: they do not fit into an image.
     """
     lengths = [rng.integers(*settings.dashes, endpoint=True), *[settings.dashes[0]] * settings.distractors]
     for _ in range(_TRIES):
@@ -93,9 +102,13 @@ def place_curves(rng: np.random.Generator, settings: ConnectSettings) -> list[tu
 
 
 def _propose(rng: np.random.Generator, dashes: int, settings: ConnectSettings) -> tuple[np.ndarray, np.ndarray]:
-    """Candidates inside the image: arms (N, 4, P) and bends (N, 4, Q). The curvature of an arm is piecewise linear."""
+    """Propose N <= 32 pairs of curves inside the image: arms (N, 4, P) and bends (N, 4, Q).
+
+    The curvature of an arm is piecewise linear.
+    """
     period, radius, reach = settings.dash_px + settings.gap_px, settings.bend_radius_px, settings.curvature
     along = np.arange(_SAMPLES_PER_PX * (dashes * period - settings.gap_px / 2) + 1) / _SAMPLES_PER_PX
+    # hat functions: the curvature is linear between knots that are one dash and gap apart
     knots = np.maximum(0, 1 - np.abs(along / period - np.arange(dashes + 1)[:, None]))
     curvature = rng.uniform(-reach, reach, (_CANDIDATES, 4, dashes + 1)) @ knots
     steps = np.exp(1j * np.cumsum(curvature, axis=2) / _SAMPLES_PER_PX) / _SAMPLES_PER_PX
@@ -107,23 +120,25 @@ def _propose(rng: np.random.Generator, dashes: int, settings: ConnectSettings) -
     ends, rim = np.stack([arms.real, arms.imag]), settings.marker_px / 2 + 1
     low, high = np.ceil(rim - ends.min(axis=(2, 3))), np.floor(settings.image_size - 1 - rim - ends.max(axis=(2, 3)))
     inside = (low <= high).all(axis=0)
-    # whole pixels, so that a bend that is turned by a quarter has the same pixels, turned
+    # whole pixels: a bend and its rotation by 90 degrees then cover the same pixels, rotated
     x, y = rng.integers(low[:, inside].astype(int), high[:, inside].astype(int), endpoint=True)[..., None, None]
     return x + 1j * y + arms[inside], x + 1j * y + bends[inside]
 
 
 def _fits(arms: np.ndarray, bends: np.ndarray, taken: np.ndarray, settings: ConnectSettings) -> np.ndarray:
-    """(N,) bool: which candidates stay `clearance_px` away from themselves and from the points `taken`."""
+    """Return (N,) bool: whether a candidate stays `clearance_px` away from itself and from the points `taken`."""
     clearance, count = settings.clearance_px, len(arms)
     centres = bends.mean(axis=(1, 2))[:, None]
     arms, bends = arms[:, :, ::_COARSE], bends[:, :, ::_COARSE]
     points = arms.reshape(count, 4 * arms.shape[2])
     number = np.arange(points.shape[1])
     along = number % arms.shape[2] * (_COARSE / _SAMPLES_PER_PX)
+    # neighbouring points of one arm are close by construction
     near = (np.abs(along[:, None] - along) < 2 * clearance) & (
         number[:, None] // arms.shape[2] == number // arms.shape[2]
     )
     fitting = ((np.abs(points[:, :, None] - points[:, None]) >= clearance) | near).all(axis=(1, 2))
+    # the bends lie in a disc around the centre, which the beginnings of the arms touch
     fitting &= ((np.abs(points - centres) >= settings.bend_radius_px + clearance) | (along < 2 * clearance)).all(axis=1)
     points = np.concatenate([points, bends.reshape(count, 4 * bends.shape[2])], axis=1)
     fitting &= (np.abs(points[:, :, None] - taken) >= clearance).all(axis=(1, 2))
@@ -131,13 +146,13 @@ def _fits(arms: np.ndarray, bends: np.ndarray, taken: np.ndarray, settings: Conn
 
 
 def _draw(canvas: np.ndarray, paths: np.ndarray, settings: ConnectSettings) -> None:
-    """Draw the dashes of paths (K, P), each of which begins in the middle of a gap."""
+    """Draw the dashes of paths (K, P). Each path begins in the middle of a gap."""
     along = np.arange(paths.shape[1]) / _SAMPLES_PER_PX - settings.gap_px / 2
     _stamp(canvas, paths[:, along % (settings.dash_px + settings.gap_px) <= settings.dash_px], settings.thickness_px)
 
 
 def _stamp(canvas: np.ndarray, centres: np.ndarray, diameter_px: float) -> None:
-    """Cover the pixels under discs; pixels at a rim are covered in part."""
+    """Cover the pixels under discs; pixels at a disc's edge are covered in part."""
     reach = int(diameter_px / 2 + 1.5)
     window = np.arange(-reach, reach + 1)
     centres = centres.reshape(-1, 1, 1)

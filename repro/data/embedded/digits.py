@@ -1,4 +1,4 @@
-"""The embedded data set: 1,797 handwritten digits, scanned at 8×8 pixels, written as an ImageNet-style folder tree of PNGs."""
+"""The embedded `digits`: 1,797 handwritten digits, scanned at 8×8 pixels, as an ImageNet-style folder tree of PNGs."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def write_digits(root: Path, settings: DigitsSettings) -> None:
     """Write `root/{train,tune,test}/digit_<0-9>/scan_<number>.png`, replacing an earlier tree of this function.
 
     The scans are those of scikit-learn's `load_digits` (8x8 pixels, 17 grey levels), enlarged bicubically; the number
-    in a file name is the scan's place there. Each class is split on its own. The same settings give the same bytes.
+    in a file name is the scan's index there. Each class is split separately. The same settings give the same bytes.
     Raises UserError as `new_tree` does.
     """
     scans, targets = load_scans()
@@ -32,7 +32,7 @@ def write_digits(root: Path, settings: DigitsSettings) -> None:
 
 
 def load_scans() -> tuple[np.ndarray, np.ndarray]:
-    """(1797, 8, 8) uint8 scans, ink bright, and (1797,) the digits that they show."""
+    """Load scikit-learn's digits: scans (1797, 8, 8) uint8 with bright ink, and their digits (1797,)."""
     from sklearn.datasets import load_digits
 
     scans = load_digits()
@@ -40,14 +40,19 @@ def load_scans() -> tuple[np.ndarray, np.ndarray]:
 
 
 def choose_splits(targets: np.ndarray, tune_fraction: float, test_fraction: float, seed: int) -> np.ndarray:
-    """(N,) the split of each scan of digit `targets` (N,): of each class tune gets its share, then test, then train."""
+    """Choose the split of each scan, given the digits (N,) that they show.
+
+    Of each digit, the shares for tune and test are drawn, and the rest is for training.
+
+    Returns:
+        (N,) names of splits.
+    """
     chosen = np.full(len(targets), "train", dtype=object)
     rng = np.random.Generator(np.random.PCG64(seed))
     for digit in range(10):
         members = rng.permutation(np.flatnonzero(targets == digit))
         tune, test = (round(len(members) * fraction) for fraction in (tune_fraction, test_fraction))
-        # tune comes first: another share of test leaves the scans as they are on which the recipe was
-        # chosen
+        # tune first: the recipe was chosen on these scans, and another share for test must not change them
         chosen[members[:tune]] = "tune"
         chosen[members[tune : tune + test]] = "test"
     return chosen

@@ -18,8 +18,8 @@ SPLITS = KINDS["digits_wild"].splits
 def write_digits_wild(root: Path, settings: WildDigitsSettings) -> None:
     """Write `root/{train,tune,test}/digit_<0-9>/scan_<number>_<copy>.png`, replacing an earlier tree of this function.
 
-    The number is the scan's place in scikit-learn's `load_digits`. The same settings give the same bytes, and more
-    copies leave the first ones as they are. Raises UserError as `new_tree` does.
+    The number is the scan's index in scikit-learn's `load_digits`. The same settings give the same bytes, and with more
+    copies the first ones stay the same. Raises UserError as `new_tree` does.
     """
     scans, targets = load_scans()
     split_of = choose_splits(targets, settings.tune_fraction, settings.test_fraction, settings.split_seed)
@@ -34,7 +34,7 @@ def write_digits_wild(root: Path, settings: WildDigitsSettings) -> None:
 
 
 def draw_image(rng: np.random.Generator, scan: np.ndarray, settings: WildDigitsSettings) -> np.ndarray:
-    """One image (size, size), uint8, with a scan (8, 8), uint8, wholly inside."""
+    """Draw an image (size, size) uint8 with a scan (8, 8) uint8 wholly inside."""
     canvas, _ = draw_ground(rng, settings.image_size, settings)
     side = rng.integers(*settings.side_px, endpoint=True)
     covered = cover(enlarge(scan, side, rng.uniform(-settings.angle_degrees, settings.angle_degrees)))

@@ -1,7 +1,7 @@
-"""How digits are drawn on textures, for scenes and for `digits_wild`.
+"""Drawing of digits on textures, for `scenes` and `digits_wild`.
 
-An image is square and grey. A straight line cuts its ground in two, and each side has one of three textures. On it lie
-enlarged and turned scans of scikit-learn's digits, whose strokes cover the ground.
+An image is square and grey. A straight line divides the ground in two, and each side has one of three textures.
+Enlarged and rotated scans of scikit-learn's digits are drawn over it; their strokes are opaque.
 """
 
 import numpy as np
@@ -14,28 +14,32 @@ MID_GREY = 127.5
 # grey levels of a scan, 0 to 255, at which a stroke begins to cover the ground, belongs to its mask, and covers the
 # ground fully
 _FAINT, INK, _FULL = 60, 100, 140
-_NOISE = 8  # grey levels, in both directions
+_NOISE = 8  # amplitude of the uniform noise in grey levels
 
 
 def draw_level(rng: np.random.Generator, settings: DrawnDigits) -> float:
-    """The grey level of a digit's ink, brighter than mid-grey."""
+    """Draw the grey level of a digit's ink, brighter than mid-grey."""
     return MID_GREY * (1 + rng.uniform(*settings.contrast))
 
 
 def cover(ink: np.ndarray) -> np.ndarray:
-    """How far a scan's ink, uint8, covers the ground: 0 to 1."""
+    """Return the opacity of a scan's ink, uint8, over the ground: 0 to 1."""
     return np.clip((ink - float(_FAINT)) / (_FULL - _FAINT), 0, 1)
 
 
 def finish(rng: np.random.Generator, canvas: np.ndarray) -> np.ndarray:
-    """The canvas with noise, as uint8."""
+    """Add noise to the canvas and round it to uint8."""
     return (
         np.rint(canvas + rng.integers(-_NOISE, _NOISE, size=canvas.shape, endpoint=True)).clip(0, 255).astype(np.uint8)
     )
 
 
 def draw_ground(rng: np.random.Generator, size: int, settings: DrawnDigits) -> tuple[np.ndarray, np.ndarray]:
-    """(pixels, textures), a texture on each side of a line: float64 around mid-grey, uint8 places in `TEXTURES`."""
+    """Draw a ground with one texture on each side of a line.
+
+    Returns:
+        Pixels (size, size) float64 around mid-grey, and each pixel's index in `TEXTURES` (size, size) uint8.
+    """
     y, x = np.mgrid[:size, :size] - (size - 1) / 2
     angle = rng.uniform(0, 2 * np.pi)
     beyond = x * np.cos(angle) + y * np.sin(angle) > rng.uniform(-size / 4, size / 4)
@@ -48,11 +52,12 @@ def draw_ground(rng: np.random.Generator, size: int, settings: DrawnDigits) -> t
 
 
 def _texture(rng: np.random.Generator, kind: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """A pattern with values in [-1, 1]."""
+    """Draw a pattern with values in [-1, 1] at the coordinates x, y."""
     if kind == "clouds":
         octaves = [rng.integers(256, size=(cells, cells), dtype=np.uint8) for cells in (4, 8, 16, 32, 64)]
         grown = [np.asarray(Image.fromarray(noise).resize(x.shape, Image.Resampling.BICUBIC)) for noise in octaves]
-        return np.clip(2 * (np.mean(grown, axis=0) / MID_GREY - 1), -1, 1)  # their mean swings less than each
+        # factor 2: the mean of octaves varies less than each of them
+        return np.clip(2 * (np.mean(grown, axis=0) / MID_GREY - 1), -1, 1)
     angle, pixels, (first, second) = rng.uniform(0, np.pi), rng.uniform(6, 24), rng.uniform(0, 2 * np.pi, size=2)
     along, across = x * np.cos(angle) + y * np.sin(angle), y * np.cos(angle) - x * np.sin(angle)
     wave = np.sin(2 * np.pi * along / pixels + first)
@@ -60,7 +65,10 @@ def _texture(rng: np.random.Generator, kind: str, x: np.ndarray, y: np.ndarray) 
 
 
 def enlarge(scan: np.ndarray, side: int, degrees: float) -> np.ndarray:
-    """A scan's ink, uint8, `side` pixels wide before it is turned, with a rim of one scan pixel for strokes to end."""
+    """Enlarge a scan's ink, uint8, to a width of `side` pixels, and rotate it.
+
+    A rim of one scan pixel is added, in which the strokes fade out.
+    """
     whole = round(side * 10 / 8)
     large = Image.fromarray(np.pad(scan, 1)).resize((whole, whole), Image.Resampling.BICUBIC)
     return np.asarray(large.rotate(degrees, Image.Resampling.BICUBIC, expand=True))

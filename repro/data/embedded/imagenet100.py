@@ -14,10 +14,10 @@ from . import choose_tune, new_tree
 
 
 def write_imagenet100(root: Path, settings: TuneSplitSettings, source: Path) -> None:
-    """Link the images of the hundred classes in `source/{train,val}/<wnid>/` as `root/{train,tune,test}/<wnid>/<image>`,
-    replacing an earlier tree of this function.
+    """Link the images of the hundred classes in `source` as `root/{train,tune,test}/<wnid>/<image>`.
 
-    `test` is ImageNet's `val`, and `tune` is cut off its `train`. Images in archives are copied.
+    An earlier tree of this function is replaced. `source` holds ImageNet-1K as {train,val}/<wnid>/. `test` is its
+    `val`, and `tune` is taken from its `train`. Images in archives are copied.
 
     Raises:
         UserError: a class is missing; otherwise as `scan_tree`, `new_tree` and `choose_tune`.

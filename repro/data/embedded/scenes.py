@@ -1,12 +1,12 @@
 """The embedded data set of dense tasks: handwritten digits on textures, in the formats of COCO 2017 and of ADE20K.
 
-`drawing` says what an image looks like. Unless the settings keep the digits apart, they lie over one another and up to
-a quarter of their width beyond the border.
+See `drawing` for the look of an image. Digits overlap and reach up to a quarter of their width beyond the border,
+unless the setting `overlap` keeps them apart.
 
-Detection has the ten digits as categories, with ids as sparse as COCO's, masks of the visible parts, and boxes around
-the masks. Segmentation has the digits as classes 1..10 and the textures as 11..13, so that there is no background class
-to score on. Its label 0, unlabelled, is the soft rim of the strokes, where digit and ground mix, and those parts of a
-digit that are too small to be annotated.
+Detection has the ten digits as categories with ids as sparse as COCO's, masks of the visible parts, and boxes around
+the masks. Segmentation has the digits as classes 1..10 and the textures as 11..13, so that no background class inflates
+the score. Its label 0, unlabelled, is given to the soft edge of the strokes, where digit and ground mix, and to visible
+parts of a digit that are too small to be annotated.
 """
 
 import json
@@ -28,26 +28,25 @@ from .digits import choose_splits, load_scans
 from .drawing import INK, TEXTURES, cover, draw_ground, draw_level, enlarge, finish
 
 CLASSES = (*(f"digit {digit}" for digit in range(10)), *TEXTURES)
-CATEGORY_IDS = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89)  # of the digits 0..9
+CATEGORY_IDS = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89)  # ids of the digits 0..9, with gaps as in COCO
 Room = tuple[tuple[int, int], np.ndarray]
 SPLITS = KINDS["scenes"].splits
 _VISIBLE_PX = 20  # a digit with fewer visible pixels is not an instance
-_TRIES = 50  # places that are drawn for a digit that must lie apart from the others
+_TRIES = 50  # positions tried for a digit that must lie apart from the others
 
 
 def write_scenes(root: Path, settings: ScenesSettings) -> None:
     """Write `root/coco` and `root/ade20k`, replacing an earlier tree of this function.
 
-    Images are PNGs, whose bytes are the same on every machine, unlike those of JPEG encoders; both layouts share them
-    by hard links. Each split shows scans of its own. The same settings give the same files. Raises UserError as
-    `new_tree` does.
+    Images are PNGs, since the bytes of JPEG encoders differ between machines; both layouts share them by hard links.
+    Each split shows its own scans. The same settings give the same files. Raises UserError as `new_tree` does.
     """
     scans, targets = load_scans()
     split_of = choose_splits(targets, settings.tune_fraction, settings.test_fraction, settings.split_seed)
     folders = [f"{part}/{ade}" for ade in map(FOLDERS.get, SPLITS) for part in ("ade20k/images", "ade20k/annotations")]
     folders += ["coco/annotations", *(f"coco/{split}2017" for split in SPLITS)]
     with new_tree(root, "scenes", settings, folders) as tree:
-        first_id = 1  # of the split's images; ids go on from split to split
+        first_id = 1  # of the split's images; ids continue from split to split
         for index, split in enumerate(SPLITS):
             photos = tree / "coco" / f"{split}2017"
             copies, maps = (tree / "ade20k" / part / FOLDERS[split] for part in ("images", "annotations"))
@@ -55,7 +54,7 @@ def write_scenes(root: Path, settings: ScenesSettings) -> None:
             images, annotations = [], []
             for number in track(range(getattr(settings, split)), f"drawing {root.name}, {split}", unit="images"):
                 image_id = first_id + number
-                # one generator per image, so that more images leave the first ones as they are
+                # one generator per image: with more images, the first ones stay the same
                 rng = np.random.Generator(np.random.PCG64((settings.seed, index, number)))
                 pixels, instances, labels = draw_image(rng, scans[members], targets[members], settings)
                 file, stem = f"{image_id:012d}.png", f"ADE_{split}_{number + 1:08d}"
@@ -66,7 +65,7 @@ def write_scenes(root: Path, settings: ScenesSettings) -> None:
                 images.append(
                     {"id": image_id, "file_name": file, "height": settings.image_size, "width": settings.image_size}
                 )
-                # an image has at most eight, so that ids are unique over all splits
+                # an image has at most nine digits: the ids are unique over all splits
                 annotations += [
                     _annotation(10 * image_id + place, image_id, *found) for place, found in enumerate(instances)
                 ]
@@ -93,17 +92,20 @@ def write_scenes(root: Path, settings: ScenesSettings) -> None:
 def draw_image(
     rng: np.random.Generator, scans: np.ndarray, targets: np.ndarray, settings: ScenesSettings
 ) -> tuple[np.ndarray, list[tuple[int, np.ndarray]], np.ndarray]:
-    """One image of `settings.image_size` pixels S a side, with some of the `scans` (N, 8, 8), uint8, which show the
-    digits `targets` (N,).
+    """Draw one scene, S = `settings.image_size` pixels a side.
+
+    Args:
+        scans, targets: (N, 8, 8) uint8, and the digits (N,) that they show.
 
     Returns:
-        The pixels (S, S), uint8; for each instance its digit and the mask of its visible part (S, S), bool; the label
-        map (S, S), uint8, which has an instance's class wherever its mask is true.
+        The pixels (S, S) uint8; for each instance its digit and the mask of its visible part (S, S) bool; the label map
+        (S, S) uint8, which has an instance's class wherever its mask is true.
     """
     size = settings.image_size
     canvas, labels = draw_ground(rng, size, settings)
+    # the textures are the last classes
     labels += len(CLASSES) - len(TEXTURES) + 1
-    owner = np.full((size, size), -1)  # the digit whose stroke a pixel shows
+    owner = np.full((size, size), -1)  # index in `digits` of the topmost stroke at a pixel
     digits, boxes = [], []
     for _ in range(rng.integers(*settings.digits, endpoint=True)):
         chosen = rng.integers(len(scans))
@@ -124,6 +126,7 @@ def draw_image(
         window = np.s_[max(top, 0) : max(top, 0) + ink.shape[0], max(left, 0) : max(left, 0) + ink.shape[1]]
         covered = cover(ink)
         canvas[window] += covered * (level - canvas[window])
+        # the soft rim stays unlabelled; strokes get their class below, when it is known which of them remain visible
         labels[window][covered > 0] = 0
         owner[window][ink > INK] = len(digits) - 1
     instances = []
@@ -139,9 +142,9 @@ def draw_image(
 def _find_room(
     rng: np.random.Generator, ink: np.ndarray, boxes: Sequence[np.ndarray], size: int, overlap: float
 ) -> Room | None:
-    """Row, column and box of a place inside the image, where no box covers more than a share `overlap` of another's.
+    """Draw a free position: row, column and box. Two boxes share at most `overlap` of the smaller one's area.
 
-    Boxes are (top, left, bottom, right) of what can be seen of a digit.
+    Boxes are (top, left, bottom, right) of a digit's visible ink. Returns None if no drawn position is free.
     """
     rows, columns = (np.flatnonzero((ink > INK).any(axis=axis)) for axis in (1, 0))
     extent = np.array([rows[0], columns[0], rows[-1] + 1, columns[-1] + 1])
@@ -162,7 +165,7 @@ def _shared(box: np.ndarray, other: np.ndarray) -> int:
 
 
 def _annotation(annotation_id: int, image_id: int, digit: int, mask: np.ndarray) -> dict:
-    """An instance as COCO writes it, its mask as compressed RLE."""
+    """Return an instance as a COCO annotation, its mask as compressed RLE."""
     encoded = rle.encode(np.asfortranarray(mask, dtype=np.uint8))
     return {
         "id": annotation_id,

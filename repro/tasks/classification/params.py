@@ -1,4 +1,4 @@
-"""The parameters of a classifier's training. Imports nothing heavy: the stages need them for `--help`."""
+"""Parameters of a classifier's training. Imports nothing heavy: the stages need them for `--help`."""
 
 import dataclasses
 
@@ -9,12 +9,12 @@ from ...training.params import TrainParams
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixParams:
-    """How targets and images are softened (timm's Mixup; the paper follows DeiT).
+    """Softening of targets and images (timm's Mixup; the paper follows DeiT).
 
     Args:
         mixup, cutmix: alpha of each; 0 switches it off.
-        prob: share of the batches that are mixed at all.
-        switch_prob: share of the mixed batches that take cutmix where both are on.
+        prob: probability that a batch is mixed.
+        switch_prob: probability of cutmix for a mixed batch, where both are on.
         label_smoothing: probability mass that is spread over all classes.
     """
 
@@ -27,15 +27,16 @@ class MixParams:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MesaParams:
-    """MESA: the model also learns the answers of the moving average of its own weights, z', to the same mixed images.
+    """MESA: the model is also trained on the logits z' of the moving average of its weights for the same mixed images.
 
-    From an epoch on, weight · KL(softmax(z'/T) || softmax(z/T)), averaged over the images, is added to the loss. The
-    gradient of the model's answers z is that of the cross-entropy with softmax(z'/T) as its target, as others write it.
+    From an epoch on, the loss includes weight · KL(softmax(z'/T) || softmax(z/T)), averaged over the images. The
+    gradient with respect to the model's logits z equals that of the cross-entropy with target softmax(z'/T), the form
+    in other implementations.
 
     Args:
         temperature: T.
-        start_fraction: share of the epochs that go by before; the first epoch that begins at it or later is the first
-            with the divergence.
+        start_fraction: share of the epochs without MESA; it begins with the first epoch that starts at this share or
+            later.
     """
 
     weight: float = bounded(gt=0)
@@ -49,7 +50,7 @@ class ClassifierParams(TrainParams):
 
     Args:
         max_unreadable: training images that may be unreadable before the run stops.
-        mesa: what the moving average of the weights teaches; null for nothing.
+        mesa: training on the logits of the weights' moving average; null for none.
     """
 
     max_unreadable: int = bounded(0, ge=0)
@@ -68,10 +69,10 @@ class ClassifierParams(TrainParams):
 
     @property
     def needs_even_parts(self) -> bool:
-        """Mixup and cutmix pair the images of a forward pass."""
+        """Whether mixup or cutmix pairs the images of a forward pass."""
         return bool(self.mix.mixup or self.mix.cutmix)
 
     @property
     def teacher_from(self) -> float | None:
-        """Where MESA starts."""
+        """Share of the epochs after which MESA starts; None without it."""
         return self.mesa.start_fraction if self.mesa else None

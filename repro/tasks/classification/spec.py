@@ -1,4 +1,4 @@
-"""Classification for the training code and for `repro predict`. Imports nothing heavy at the top."""
+"""The classification task for training and for `repro predict`. Imports nothing heavy at the top."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,8 +9,8 @@ from ...core.errors import UserError
 from ..spec import Datasets, Predictor, Sight, TaskSpec
 from .params import ClassifierParams
 
-TOP = 5  # classes that are shown of a picture
-_BATCH = 32  # pictures that a classifier takes at once
+TOP = 5  # classes that a prediction lists
+_BATCH = 32  # pictures per batch of a prediction
 
 
 class Classify(TaskSpec):

@@ -1,4 +1,4 @@
-"""Image classification as a task of the engine: mixup and cutmix, soft-target cross-entropy, top-1 and top-5."""
+"""The training task of image classification: mixup and cutmix, soft-target cross-entropy, top-1 and top-5."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -20,8 +20,8 @@ class Classification(Task):
     """A model from images (B, 3, H, W) to logits (B, num_classes).
 
     Args:
-        mix: softens the targets; a mixed batch must be even, and the parts of a batch are mixed each within itself.
-        mesa: how much the loss asks the `teacher`, in epochs that have one.
+        mix: softening of targets and images. A mixed batch must be even; each part of a batch is mixed separately.
+        mesa: weight of the loss with the `teacher`, in epochs that have one.
         model, train, held_out, shared: see `Task`.
     """
 
@@ -49,11 +49,14 @@ class Classification(Task):
             self.mixup = Mixup(mixup_alpha=mix.mixup, cutmix_alpha=mix.cutmix, num_classes=num_classes, **chances)
 
     def loss(self, network: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Cross-entropy with softened targets; with a teacher also MESA's divergence, weighted; `loss` is the sum."""
+        """Compute the cross-entropy with softened targets.
+
+        With a teacher, add MESA's weighted divergence as `loss_mesa`.
+        """
         images, targets = self.train_input(batch[0]), batch[1].to(self.device, non_blocking=True)
         smoothing = self.label_smoothing
         if self.mixup is not None:
-            (images, targets), smoothing = self.mixup(images, targets), 0.0  # which softens them itself
+            (images, targets), smoothing = self.mixup(images, targets), 0.0  # Mixup applies the label smoothing itself
         logits = network(images).float()
         loss = F.cross_entropy(logits, targets, label_smoothing=smoothing)
         if self.teacher is None:
@@ -65,7 +68,7 @@ class Classification(Task):
         return {"loss": loss + divergence, "loss_mesa": divergence}
 
     def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
-        """Top-1 and top-5 in percent and the plain cross-entropy over a whole split, whatever the number of ranks."""
+        """Compute top-1 and top-5 in percent and the plain cross-entropy over a whole split, on any number of ranks."""
         return accuracy(model, self.held_out[split], self.eval_input, self.ranks)
 
 
@@ -73,15 +76,16 @@ class Classification(Task):
 def accuracy(
     model: nn.Module, batches: Iterable[Batch], to_input: Callable[[Tensor], Tensor], ranks: Ranks = Ranks()
 ) -> dict[str, float]:
-    """Accuracy of a model in eval mode.
+    """Compute the accuracy of a model in eval mode.
 
     Args:
         model: inputs (B, 3, H, W) -> logits (B, num_classes).
         batches: images and integer targets; on several ranks each rank's share.
+        to_input: turns images into inputs, see `ToInput`.
 
     Returns:
-        `held_out_loss`, `top1_percent`, `top5_percent` and `held_out_images`, the number of images seen. With five
-        classes or fewer every guess is among the first five, and there is no `top5_percent`.
+        `held_out_loss`, `top1_percent`, `top5_percent` and `held_out_images`, the number of images. With five classes
+        or fewer there is no `top5_percent`, which would always be 100.
     """
     loss, top1, top5, images_seen = 0.0, 0, 0, 0
     for images, targets in batches:

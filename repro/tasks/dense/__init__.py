@@ -1,1 +1,1 @@
-"""What detection and segmentation share: parameters, the pretrained backbone, and the score without learning."""
+"""Common parts of detection and segmentation: parameters, the pretrained backbone, and a baseline without learning."""

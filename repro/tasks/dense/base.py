@@ -1,4 +1,4 @@
-"""What detection and segmentation share: a head on a pretrained backbone. Light to import, for `--help`."""
+"""The common part of detection and segmentation: a head on a pretrained backbone. Light to import, for `--help`."""
 
 import abc
 import dataclasses
@@ -15,19 +15,19 @@ from ...core.record import atomic
 from ...training.params import TrainParams
 from ..spec import Predictor, Sight, TaskSpec
 
-EXAMPLES = 4  # pictures of the reported split that are drawn with what was found in them
-EXAMPLES_MIN_SCORE = 0.5  # of the detections in these, and of those that count in the confusion of classes
+EXAMPLES = 4  # pictures of the reported split that are drawn with the predictions
+EXAMPLES_MIN_SCORE = 0.5  # smallest score of a detection in these drawings and in the confusion of classes
 _TITLE_PX = 20
-_MOST_CONFUSED = 20  # classes, from which on nobody could read the table
+_MOST_CONFUSED = 20  # with more classes, the table could not be read
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DenseParams(TrainParams):
-    """What cells of `detect:` and `segment:` have in common; `drop_path` also holds for the adapter's extractors.
+    """Common parameters of cells of `detect:` and `segment:`; `drop_path` also applies to the adapter's extractors.
 
     Args:
-        freeze_backbone: train the adapter and the heads alone.
-        final_norm: the backbone's tokens pass its final norm before the adapter adds them to its maps; ViT-Adapter
+        freeze_backbone: train only the adapter and the heads.
+        final_norm: apply the backbone's final norm to its tokens before the adapter adds them to its maps; ViT-Adapter
             removes that norm.
         recompute_blocks: recompute the backbone's activations in the backward pass instead of keeping them.
     """
@@ -38,7 +38,10 @@ class DenseParams(TrainParams):
 
 
 def list_colours() -> list[tuple[int, int, int]]:
-    """Eighteen colours that differ from one another and, since pictures may be grey, from grey; strong ones first."""
+    """List eighteen colours that differ from one another and from grey, since pictures may be grey.
+
+    Strong ones first.
+    """
     from matplotlib import colormaps
 
     colours = [tuple(round(255 * part) for part in colour) for colour in colormaps["tab20"].colors]
@@ -47,28 +50,31 @@ def list_colours() -> list[tuple[int, int, int]]:
 
 
 def describe_confusion(classes: Sequence[str], counts: Sequence[Sequence[int]], of: str) -> dict[str, Any]:
-    """For a record: how many `of`, e.g. `pixels`, of each class (rows) were found to be of each class (columns)."""
+    """Make the record of a confusion matrix: counts by true (row) and predicted class (column).
+
+    `of` names what is counted, e.g. `pixels`. With more than 20 classes the matrix is None, with a reason.
+    """
     if len(classes) > _MOST_CONFUSED:
         return {"confusion": None, "confusion_reason": f"{len(classes)} classes, of which a table cannot be read"}
     return {"confusion": {"of": of, "classes": list(classes), "counts": [list(row) for row in counts]}}
 
 
 class DenseModel:
-    """A model with a `backbone` (`repro.models.pyramid.Pyramid`): its answers to timm's optimisers are the backbone's."""
+    """A model with a `backbone` (`repro.models.pyramid.Pyramid`), which answers timm's optimiser factories for it."""
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """The backbone's groups for timm's layer-wise decay; everything else is in the last group."""
+        """Return the backbone's groups for timm's layer-wise decay; everything else is in the last group."""
         return self.backbone.group_matcher(coarse, prefix="backbone.")
 
     def no_weight_decay(self) -> set[str]:
-        """The parameters that the backbone exempts."""
+        """Return the names of the parameters that the backbone exempts from weight decay."""
         return {f"backbone.{name}" for name in self.backbone.no_weight_decay()}
 
 
 class DenseSpec(TaskSpec):
     """A task whose model is a head on four maps of a backbone.
 
-    `head` is the parameter with the sizes of the head, `features` which blocks make the maps, see `build_pyramid`.
+    `head` names the parameter with the head's sizes, and `features` the blocks that make the maps, see `build_pyramid`.
     """
 
     head: ClassVar[str]
@@ -76,23 +82,23 @@ class DenseSpec(TaskSpec):
 
     @abc.abstractmethod
     def build_head(self, backbone: Any, params: Any, num_classes: int) -> Any:
-        """The model around a pyramid; of `params`, `transform` and the sizes of the head are used."""
+        """Build the model around a pyramid; of `params`, only `transform` and the head's sizes are used."""
 
     @abc.abstractmethod
     def score_baseline(self, baseline: Any, task: Any, instances: Any) -> dict[str, float]:
-        """An `OtsuBaseline`'s scores on the reported split's images at their own size; its examples are `instances`."""
+        """Score an `OtsuBaseline` on the reported split's images at their own size; `instances` are its examples."""
 
     @abc.abstractmethod
     def name_example(self, dataset: Any, index: int, target: Any) -> str:
-        """The name of the drawing of a held-out image, whose sample has this target."""
+        """Return the file stem for the drawing of a held-out image with this target."""
 
     @abc.abstractmethod
     def draw_truth(self, picture: Any, target: Any, names: Sequence[str]) -> Any:
-        """A held-out picture, uint8 (3, H, W), with its target drawn as `look` draws what a model sees."""
+        """Draw the target of a held-out picture, uint8 (3, H, W), in the style of `look`."""
 
     @abc.abstractmethod
     def look(self, model: Any, settings: Any, names: Sequence[str], min_score: float, picture: Any) -> Sight:
-        """What a model in eval mode sees in uint8 (3, H, W); `settings` of the transform, `names` of the classes."""
+        """Predict and draw a picture, uint8 (3, H, W), with a model in eval mode; `settings` are the transform's."""
 
     def build_model(
         self, params: Any, classes: Sequence[str], init: Path | None, where: str
@@ -102,7 +108,8 @@ class DenseSpec(TaskSpec):
 
         checkpoint = open_weights(init, model=params.model) if init else None
         options = dict(params.options)
-        if checkpoint is not None:  # the position embedding is as long as the images of its training were large
+        # the position embedding must have the length of the checkpoint's training image size
+        if checkpoint is not None:
             options |= checkpoint.size_option
         asked = {
             "final_norm": params.final_norm,
@@ -131,7 +138,10 @@ class DenseSpec(TaskSpec):
         return described | {"task": {"name": self.name, "final_norm": params.final_norm, **parts}}
 
     def score_without_learning(self, task: Any, data: Any) -> dict[str, float] | None:
-        """The scores of Otsu's threshold, with the class of the most similar training example."""
+        """Score Otsu's threshold with the class of the most similar training example.
+
+        Returns None for a set that is not embedded.
+        """
         if data.manifest.generated is None:
             return None
         from .otsu import OtsuBaseline, read_examples
@@ -160,13 +170,13 @@ class DenseSpec(TaskSpec):
         backbone = build_pyramid(checkpoint.model, options=checkpoint.options, **built)
         model = self.build_head(backbone, SimpleNamespace(**parts), len(checkpoint.classes))
         checkpoint.load_into(model)
-        require_finite_outputs(backbone, checkpoint.where)  # scores that are not finite count as nothing found
+        require_finite_outputs(backbone, checkpoint.where)  # non-finite scores would silently count as no object
         look = functools.partial(self.look, model.eval().to(device), parts["transform"], checkpoint.classes, min_score)
         return Predictor(look=lambda pictures: [look(picture) for picture in pictures])
 
 
 def _set_side_by_side(drawings: Mapping[str, Any]) -> Any:
-    """Pictures in a row on white, each below its name."""
+    """Paste pictures in a row on white, each below its name."""
     from PIL import Image, ImageDraw, ImageFont
 
     font, gap = ImageFont.load_default(_TITLE_PX), _TITLE_PX // 2

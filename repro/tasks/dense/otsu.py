@@ -11,14 +11,16 @@ from torch import Tensor
 
 from ...data.masks import decode_mask
 
-_BLUR = 1.0  # pixels
-_FAINTEST = 8.0  # grey levels above the darkest pixel; anything less is noise
-_SMALLEST = 40  # area of an object in pixels
-_SIDE = 8  # cells across the grid on which shapes are compared
+_BLUR = 1.0  # standard deviation of the Gaussian blur, in pixels
+_FAINTEST = 8.0  # least grey levels above the darkest pixel; less is noise
+_SMALLEST = 40  # smallest area of an object in pixels
+_SIDE = 8  # cells along a side of the grid on which shapes are compared
 
 
 class OtsuBaseline:
-    """Otsu's threshold on the grey level, again above itself, as textures lie between; components; nearest example.
+    """Otsu's threshold applied twice, connected components, and the class of the nearest example.
+
+    The second threshold splits the pixels above the first, since textures lie between ground and digits.
 
     Args:
         examples: masks (H, W) of training objects, nonzero inside, and the class of each.
@@ -33,8 +35,8 @@ class OtsuBaseline:
         """Find the objects of an image, uint8 (3, H, W), in Mask R-CNN's output format.
 
         Returns:
-            `boxes` (K, 4), `labels` (K,), `scores` (K,) falling, and `masks` (K, H, W) bool. The score is the mean
-            brightness of the object, at most 1, times the cosine similarity with the nearest example.
+            `boxes` (K, 4), `labels` (K,), `scores` (K,) in descending order, and `masks` (K, H, W) bool. The score is
+            the mean brightness of the object, at most 1, times the cosine similarity with the nearest example.
         """
         grey = ndimage.gaussian_filter(image.float().mean(0).numpy(), _BLUR)
         threshold = _otsu(grey[grey > _otsu(grey)])
@@ -55,7 +57,7 @@ class OtsuBaseline:
         }
 
     def label_map(self, image: Tensor, background: int) -> Tensor:
-        """The class of each pixel of an image, uint8 (3, H, W), as (H, W) int64."""
+        """Predict the class of each pixel of an image, uint8 (3, H, W), as (H, W) int64."""
         found = self.detect(image)
         labels = torch.full(image.shape[1:], background)
         for mask, label in zip(found["masks"], found["labels"], strict=True):
@@ -64,7 +66,7 @@ class OtsuBaseline:
 
 
 def read_examples(instances: Any) -> Iterator[tuple[Tensor, int]]:
-    """The mask, as large as its image, and the label of every annotated object."""
+    """Yield the mask of every annotated object, as large as its image, and its label."""
     for place in range(len(instances.names)):
         targets = instances.targets(place)
         for target in range(targets.start, targets.stop):
@@ -73,7 +75,7 @@ def read_examples(instances: Any) -> Iterator[tuple[Tensor, int]]:
 
 
 def _otsu(values: np.ndarray) -> float:
-    """The threshold of largest variance between the two classes: w0 w1 (m0 - m1)²."""
+    """Compute the threshold with the largest variance between the two classes: w0 w1 (m0 - m1)²."""
     counts, edges = np.histogram(values, 256)
     centres = (edges[:-1] + edges[1:]) / 2
     below, above = counts.cumsum(), counts[::-1].cumsum()[::-1]
@@ -88,7 +90,7 @@ def _extent(mask: np.ndarray) -> tuple[slice, slice]:
 
 
 def _shape(mask: np.ndarray) -> np.ndarray:
-    """A mask (H, W) as a unit vector: its crop, centred in a square, averaged over _SIDE x _SIDE cells."""
+    """Return a mask (H, W) as a unit vector: its crop, centred in a square and averaged over _SIDE x _SIDE cells."""
     crop = mask[_extent(mask)].astype(np.float32)
     side = max(crop.shape)
     before = [(side - length) // 2 for length in crop.shape]

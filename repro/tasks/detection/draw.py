@@ -1,4 +1,4 @@
-"""A drawing of what a detector sees in a picture."""
+"""Drawing of a detector's predictions on a picture."""
 
 import math
 from collections.abc import Sequence
@@ -12,16 +12,18 @@ from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
 from ..dense.base import list_colours
 from .mask_rcnn import Detections
 
-_LEGIBLE = 512  # pixels of the short side from which on labels of small objects can be read
+_LEGIBLE = 512  # short side in pixels from which labels of small objects are legible
 _COLOURS = list_colours()
 
 
 def draw(image: Tensor, detections: Detections, names: Sequence[str], min_score: float = 0.0) -> Image.Image:
-    """Boxes, masks, class names and, where there are any, scores on a picture, which is enlarged where it is small.
+    """Draw boxes, masks, class names and any scores on a picture; small pictures are enlarged.
 
     Args:
         image: uint8 (3, H, W).
-        detections: in pixels of the picture, see `MaskRcnn.detect`; the truth has no `scores`.
+        detections: in pixels of the picture, see `MaskRcnn.detect`; the ground truth has no `scores`.
+        names: of the labels 1, 2, ...
+        min_score: smallest score that is drawn.
     """
     scores = detections.get("scores")
     shown = slice(None) if scores is None else scores >= min_score
@@ -34,11 +36,11 @@ def draw(image: Tensor, detections: Detections, names: Sequence[str], min_score:
     texts = [names[label - 1] for label in labels.tolist()]
     if scores is not None:
         texts = [f"{text} {score:.2f}" for text, score in zip(texts, scores[shown].tolist(), strict=True)]
-    # where masks overlap, the first one is on top, which has the highest score
+    # where masks overlap, the first one is on top: it has the highest score
     covered = masks.cumsum(0) - masks.long() > 0
     image = draw_segmentation_masks(image, masks & ~covered, alpha=0.45, colors=colours)
     side = min(image.shape[1:])
-    # of matplotlib, so it is there
+    # matplotlib ships this font
     font = {"font": findfont("DejaVu Sans"), "font_size": side // 36, "label_colors": "white"}
     return to_pil_image(
         draw_bounding_boxes(image, boxes * factor, texts, colours, width=side // 256, fill_labels=True, **font)

@@ -1,4 +1,4 @@
-"""COCO's average precision by pycocotools, of boxes and masks, from the annotations that were read and a list of results."""
+"""COCO's average precision of boxes and masks by pycocotools, from annotations that were read and a list of results."""
 
 import contextlib
 import io
@@ -17,19 +17,19 @@ from ...data.coco import Instances
 from ...data.masks import encode_mask
 
 Result = dict[str, Any]
-# the first six of the twelve numbers of COCO's summary
+# first six of the twelve numbers in COCO's summary
 _SUMMARY = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
 _KINDS = {"box": "bbox", "mask": "segm"}
 
 
 def to_results(image_id: int, detections: dict[str, Tensor], category_ids: Sequence[int]) -> list[Result]:
-    """The detections of one image in COCO's result format; plain types, for JSON.
+    """Convert the detections of one image to COCO's result format, in plain types for JSON.
 
     Args:
-        image_id: of the annotation file.
+        image_id: id in the annotation file.
         detections: `boxes` (K, 4) as (x1, y1, x2, y2), `labels` (K,), `scores` (K,) and `masks` (K, H, W), of the
             picture's size.
-        category_ids: the annotation file's id of label 1, 2, ...
+        category_ids: the annotation file's ids of labels 1, 2, ...
     """
     boxes, labels, scores, masks = (detections[name].cpu() for name in ("boxes", "labels", "scores", "masks"))
     corners_sides = torch.cat([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], dim=1)
@@ -49,19 +49,19 @@ def to_results(image_id: int, detections: dict[str, Tensor], category_ids: Seque
 
 
 def coco_metrics(instances: Instances, results: Sequence[Result]) -> dict[str, float]:
-    """Average precision over all images of an annotation file, in percent.
+    """Compute the average precision over all images of an annotation file, in percent.
 
     Args:
-        instances: what was read of the file; crowds, and what has no area or mask, are neither found nor missed.
-        results: of any of its images, as of `to_results`.
+        instances: the annotations; crowds and objects without area or mask are ignored.
+        results: detections in its images, as from `to_results`.
 
     Returns:
         `ap_box_percent` (IoU 0.50 to 0.95), `ap50_box_percent`, `ap75_box_percent`, `ap_small_box_percent`,
-        `ap_medium_box_percent`, `ap_large_box_percent`, and the same with `mask`. What has objects but no detections is
-        0; what has no objects is left out.
+        `ap_medium_box_percent`, `ap_large_box_percent`, and the same with `mask`. A size with objects but no detections
+        is 0; one without objects is left out.
 
     Raises:
-        UserError: a result of an image or category that the file does not have.
+        UserError: a result names an image or category that the file does not have.
     """
     for name, known in (("image_id", instances.image_ids.tolist()), ("category_id", instances.category_ids)):
         if unknown := {result[name] for result in results} - set(known):
@@ -73,16 +73,18 @@ def coco_metrics(instances: Instances, results: Sequence[Result]) -> dict[str, f
 
 
 def count_confusion(instances: Instances, results: Sequence[Result], min_score: float) -> list[list[int]]:
-    """How often an object of one category was found as one of another.
+    """Count how often an object of one category was found as one of another.
 
-    Detections come in the order of their scores; each takes the free object whose box overlaps its own most, by an IoU
-    of at least 0.5, whatever the categories. One that finds only a crowd region is left out.
+    In descending order of score, each detection takes the free object whose box has the largest IoU with its own, at
+    least 0.5, of any category. A detection that overlaps only a crowd is ignored.
 
     Args:
-        instances, results: as of `coco_metrics`; results below `min_score` are left out.
+        instances, results: as for `coco_metrics`.
+        min_score: results below it are ignored.
 
     Returns:
-        A row per category, and one for what is no object; a column per category found, and one for what was missed.
+        Counts (C + 1, C + 1): a row per true category, and one for detections without an object; a column per predicted
+        category, and one for missed objects.
     """
     with contextlib.redirect_stdout(io.StringIO()):
         truth = _open_truth(instances)
@@ -95,7 +97,7 @@ def count_confusion(instances: Instances, results: Sequence[Result], min_score: 
     for image_id, detections in found.items():
         objects = truth.imgToAnns[image_id]
         crowds = [bool(each["iscrowd"]) for each in objects]
-        # (detections, objects); of a crowd region, the share of the detection that lies in it
+        # (detections, objects) IoU; for a crowd, the share of the detection inside it
         overlaps = rle.iou([each["bbox"] for each in detections], [each["bbox"] for each in objects], crowds)
         overlaps = np.asarray(overlaps, dtype=np.float64).reshape(len(detections), len(objects))
         free = ~np.array(crowds, dtype=bool)
@@ -114,10 +116,11 @@ def count_confusion(instances: Instances, results: Sequence[Result], min_score: 
 
 
 def _open_truth(instances: Instances) -> COCO:
-    """The rows that were read, for pycocotools, which takes an object with the id 0 for one that was not found."""
+    """Build pycocotools' ground truth from the annotations that were read."""
     image_ids, sizes = instances.image_ids.tolist(), instances.sizes.tolist()
     annotations = [
         {
+            # from 1: pycocotools takes a match with id 0 for no match
             "id": row + 1,
             "image_id": image_ids[place],
             "category_id": instances.category_ids[label - 1],
@@ -145,12 +148,12 @@ def _open_truth(instances: Instances) -> COCO:
 
 
 def _average_precision(truth: COCO, results: Sequence[Result], kind: str) -> dict[str, float]:
-    # a mask's own area decides whether it is small, and not that of its box, which COCO takes where there is one
+    # without its box, a result's size class follows from the area of its mask; COCO would take that of the box
     left_out = "bbox" if kind == "mask" else "segmentation"
     own = [{name: value for name, value in result.items() if name != left_out} for result in results]
     if own:
         found = truth.loadRes(own)
-    else:  # loadRes looks at the first result
+    else:  # loadRes fails without a first result
         found = COCO()
         found.dataset = {**truth.dataset, "annotations": []}
         found.createIndex()
@@ -158,7 +161,7 @@ def _average_precision(truth: COCO, results: Sequence[Result], kind: str) -> dic
     evaluation.evaluate()
     evaluation.accumulate()
     evaluation.summarize()
-    # COCO says -1 where there is no object
+    # COCO gives -1 where there is no object
     return {
         f"{name}_{kind}_percent": 100 * float(value) for name, value in zip(_SUMMARY, evaluation.stats) if value >= 0
     }

@@ -1,5 +1,4 @@
-"""Mask R-CNN with mmdet's R50-FPN settings: torchvision's parts where they agree with mmdet's, subclasses where they do
-not.
+"""Mask R-CNN with mmdet's R50-FPN settings: torchvision's modules where they agree with mmdet's, else subclasses.
 
 Dimensions: B images, G ground-truth boxes, A anchors per image, K boxes of all images, P positive boxes, C classes with
 the background as number 0, S side of a mask map. Boxes are fp32 (x1, y1, x2, y2) in pixels.
@@ -30,15 +29,17 @@ STRIDES = (4, 8, 16, 32, 64)  # of P2 to P6
 RATIOS = (0.5, 1.0, 2.0)  # height to width
 BOX_SIDE, MASK_SIDE = 7, 14
 _Target = Mapping[str, Tensor]
-Detections = dict[str, Tensor]  # of one image
-_Sizes = list[tuple[int, int]]  # height and width of each image
+Detections = dict[str, Tensor]  # predictions for one image
+_Sizes = list[tuple[int, int]]  # (height, width) of each image
 
 
 class MaskRcnn(DenseModel, nn.Module):
     """Mask R-CNN.
 
     Args:
+        backbone: see `build_pyramid`; maps images (B, 3, H, W) to four feature maps.
         num_classes: number of classes, without the background.
+        params: sizes of the heads.
     """
 
     def __init__(self, backbone: nn.Module, num_classes: int, params: MaskRcnnParams):
@@ -50,12 +51,12 @@ class MaskRcnn(DenseModel, nn.Module):
                 nn.init.xavier_uniform_(layer.weight)
         self.rpn = ProposalNetwork(params)
         self.roi_heads = Heads(num_classes + 1, params)
-        # for pixel values from 0 to 255
+        # scaled to pixel values from 0 to 255
         self.register_buffer("pixel_mean", 255 * torch.tensor(IMAGENET_DEFAULT_MEAN).view(3, 1, 1), persistent=False)
         self.register_buffer("pixel_std", 255 * torch.tensor(IMAGENET_DEFAULT_STD).view(3, 1, 1), persistent=False)
 
     def forward(self, images: Sequence[Tensor], targets: Sequence[_Target]) -> dict[str, Tensor]:
-        """The five losses of a model in training mode.
+        """Compute the five losses of a model in training mode.
 
         Args:
             images: uint8 (3, H, W), each of its own size.
@@ -72,7 +73,7 @@ class MaskRcnn(DenseModel, nn.Module):
 
     @torch.inference_mode()
     def detect(self, images: Sequence[Tensor], sizes: Sequence[tuple[int, int]]) -> list[Detections]:
-        """The objects that a model in eval mode finds in images.
+        """Detect objects with a model in eval mode.
 
         Args:
             images: uint8 (3, H, W), each of its own size.
@@ -91,11 +92,12 @@ class MaskRcnn(DenseModel, nn.Module):
         return detections
 
     def _features(self, images: Sequence[Tensor]) -> tuple[ImageList, dict[str, Tensor]]:
-        """The images, normalised and padded at right and bottom to one multiple of 32; and their maps P2 to P6."""
+        """Normalise the images, pad them at right and bottom to one multiple of 32, and compute their maps P2 to P6."""
         sizes = [(image.shape[1], image.shape[2]) for image in images]
         height, width = (math.ceil(max(side) / 32) * 32 for side in zip(*sizes, strict=True))
         batch = self.pixel_mean.new_zeros(len(images), 3, height, width)
         for slot, image, (h, w) in zip(batch, images, sizes, strict=True):
+            # normalised before padding: the padding is 0, the mean colour
             slot[:, :h, :w] = (image.to(batch.device, non_blocking=True) - self.pixel_mean) / self.pixel_std
         return ImageList(batch, sizes), self.fpn(dict(zip("0123", self.backbone(batch), strict=True)))
 
@@ -113,7 +115,7 @@ class Anchors(AnchorGenerator):
         self.cell_anchors = [torch.tensor([(-w / 2, -h / 2, w / 2, h / 2) for w, h in level]) for level in sides]
 
     def forward(self, image_list: ImageList, feature_maps: list[Tensor]) -> list[Tensor]:
-        """(A, 4) for each image, fp32 whatever the maps' dtype: bf16 cannot hold every pixel position beyond 256."""
+        """Return anchors (A, 4) for each image, always fp32: bf16 cannot hold every pixel position beyond 256."""
         self.set_cell_anchors(torch.float32, feature_maps[0].device)
         anchors = self.grid_anchors(
             [maps.shape[-2:] for maps in feature_maps], [(stride, stride) for stride in STRIDES]
@@ -122,11 +124,11 @@ class Anchors(AnchorGenerator):
 
 
 class IouMatcher(Matcher):
-    """Assigns boxes to ground truth by IoU: positive from `high` on, negative below `low`.
+    """Assignment of boxes to ground truth by IoU: positive from `high` on, negative below `low`.
 
-    In addition, the boxes that overlap a ground truth most, ties included, are assigned to it (torchvision: to the
-    ground truth that they overlap most themselves) if the IoU is at least `min_quality` (torchvision: above 0); the
-    last ground truth wins.
+    In addition, the boxes that overlap a ground truth most, ties included, are assigned to it if the IoU is at least
+    `min_quality`. Of several such ground truths, the last wins. torchvision assigns such a box to the ground truth that
+    the box itself overlaps most, and from any IoU above 0.
     """
 
     def __init__(self, high: float, low: float, min_quality: float):
@@ -141,10 +143,10 @@ class IouMatcher(Matcher):
 
 
 class ProposalHead(RPNHead):
-    """torchvision's RPN head, with outputs in fp32 also under autocast."""
+    """torchvision's RPN head, with fp32 outputs even under autocast."""
 
     def forward(self, x: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Maps -> objectness (B, 3, h, w) and box deltas (B, 12, h, w) for each map."""
+        """Return objectness (B, 3, h, w) and box deltas (B, 12, h, w) for each map."""
         objectness, deltas = super().forward(x)
         return [level.float() for level in objectness], [level.float() for level in deltas]
 
@@ -166,12 +168,12 @@ class ProposalNetwork(RegionProposalNetwork):
             Anchors(params.anchor_scale), head, **sampling, pre_nms_top_n=before, post_nms_top_n=after, nms_thresh=0.7
         )
         self.proposal_matcher = IouMatcher(0.7, 0.3, min_quality=0.3)
-        self.min_size = torch.finfo(torch.float32).tiny  # drops only empty boxes
+        self.min_size = torch.finfo(torch.float32).tiny  # mmdet's: drop only empty boxes; torchvision's default is 1e-3
 
     def compute_loss(
         self, objectness: Tensor, pred_bbox_deltas: Tensor, labels: list[Tensor], regression_targets: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Binary cross-entropy and L1 loss, summed over the sampled anchors of all images, over their number."""
+        """Compute binary cross-entropy and L1 loss, both divided by the number of sampled anchors of all images."""
         positive, negative = (torch.cat(chosen).bool() for chosen in self.fg_bg_sampler(labels))
         sampled = torch.where(positive | negative)[0]
         loss_cls = F.binary_cross_entropy_with_logits(objectness.flatten()[sampled], torch.cat(labels)[sampled])
@@ -181,9 +183,10 @@ class ProposalNetwork(RegionProposalNetwork):
 
 
 class PyramidRoiAlign(nn.Module):
-    """RoIAlign with half-pixel centres and adaptive sampling, level floor(log2(sqrt(area) / 56)) of P2 to P5, clamped.
+    """RoIAlign with half-pixel centres and adaptive sampling.
 
-    torchvision's has neither, and keeps the strides that it guesses from the first images it sees.
+    A box is pooled from level floor(log2(sqrt(area) / 56)) of P2 to P5, clamped. torchvision's `MultiScaleRoIAlign` has
+    neither aligned centres nor adaptive sampling, and keeps the strides that it infers from the first images.
     """
 
     def __init__(self, side: int):
@@ -191,7 +194,7 @@ class PyramidRoiAlign(nn.Module):
         self.side, self.level_of = side, LevelMapper(2, 5)
 
     def forward(self, features: Mapping[str, Tensor], boxes: list[Tensor], image_shapes: _Sizes) -> Tensor:
-        """Maps (B, channels, ., .) by level, and boxes by image -> (K, channels, side, side), fp32."""
+        """Pool maps (B, channels, ., .) by level over the boxes of each image to (K, channels, side, side) fp32."""
         levels = self.level_of(boxes)
         levels_by_image = levels.split([len(of_image) for of_image in boxes])
         maps = list(features.values())
@@ -205,10 +208,11 @@ class PyramidRoiAlign(nn.Module):
 
 
 class Heads(RoIHeads):
-    """Box and mask heads with an L1 loss, mask targets of zeros and ones, and mmdet's initialisation.
+    """Box and mask heads with an L1 loss, binary mask targets, and mmdet's initialisation.
 
     Args:
         num_classes: C, with the background.
+        params: sizes of the heads.
     """
 
     def __init__(self, num_classes: int, params: MaskRcnnParams):
@@ -245,12 +249,16 @@ class Heads(RoIHeads):
         image_shapes: _Sizes,
         targets: Sequence[_Target] | None = None,
     ) -> tuple[list[Detections], dict[str, Tensor]]:
-        """The losses in training mode, otherwise detections with `masks` (K, S, S), probabilities within the box."""
+        """Return ([], losses) in training mode, else (detections, {}).
+
+        Their `masks` (K, S, S) are probabilities within boxes.
+        """
         if self.training:
             proposals, matched, labels, regression = self.select_training_samples(proposals, targets)
         box_features = self.box_head(self.box_roi_pool(features, proposals, image_shapes))
         logits, deltas = (output.float() for output in self.box_predictor(box_features))
-        deltas = deltas.repeat(1, 4 * logits.shape[1] // deltas.shape[1])  # one box of all classes counts for each
+        # class-agnostic: the same box for every class
+        deltas = deltas.repeat(1, 4 * logits.shape[1] // deltas.shape[1])
         if not self.training:
             boxes, scores, labels = self.postprocess_detections(logits, deltas, proposals, image_shapes)
             masks = self._masks(features, boxes, labels, image_shapes).sigmoid().split([len(own) for own in boxes])
@@ -268,6 +276,7 @@ class Heads(RoIHeads):
             mask_targets(target["masks"], own, index, masks.shape[-1])
             for target, own, index in zip(targets, boxes, matched, strict=True)
         ]
+        # without a positive box the loss is 0 instead of NaN
         loss_mask = F.binary_cross_entropy_with_logits(masks, torch.cat(expected), reduction="sum") / max(
             1, masks.numel()
         )
@@ -276,13 +285,13 @@ class Heads(RoIHeads):
     def _masks(
         self, features: dict[str, Tensor], boxes: list[Tensor], labels: list[Tensor], image_shapes: _Sizes
     ) -> Tensor:
-        """Mask logits (K, S, S), fp32, each for the class of its box."""
+        """Compute mask logits (K, S, S) fp32, each for the class of its box."""
         logits = self.mask_predictor(self.mask_head(self.mask_roi_pool(features, boxes, image_shapes)))
         return logits[torch.arange(len(logits), device=logits.device), torch.cat(labels)].float()
 
 
 def box_losses(logits: Tensor, deltas: Tensor, labels: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy and L1 loss of the box head, both summed over the sampled proposals and divided by their number.
+    """Compute cross-entropy and L1 loss of the box head, both divided by the number K of sampled proposals.
 
     Args:
         logits: (K, C).
@@ -296,7 +305,7 @@ def box_losses(logits: Tensor, deltas: Tensor, labels: Tensor, targets: Tensor) 
 
 
 def mask_targets(masks: Tensor, boxes: Tensor, matched: Tensor, side: int) -> Tensor:
-    """The targets of the mask head: RoIAlign of the bitmap under each box, 1 where it is at least 0.5.
+    """Compute the targets of the mask head: RoIAlign of the bitmap under each box, 1 where it is at least 0.5.
 
     Args:
         masks: (G, H, W) uint8.
@@ -312,7 +321,7 @@ def mask_targets(masks: Tensor, boxes: Tensor, matched: Tensor, side: int) -> Te
 
 
 def paste_masks(masks: Tensor, boxes: Tensor, size: tuple[int, int]) -> Tensor:
-    """Masks of boxes -> masks of the picture: sampled bilinearly at the centres of the pixels, true from 0.5 on.
+    """Sample masks of boxes bilinearly at the pixel centres of the picture; true from 0.5 on.
 
     Args:
         masks: (K, S, S) probabilities within the boxes.
@@ -325,7 +334,7 @@ def paste_masks(masks: Tensor, boxes: Tensor, size: tuple[int, int]) -> Tensor:
     height, width = size
     pasted = torch.zeros(len(masks), height, width, dtype=torch.bool, device=masks.device)
     for canvas, mask, (x1, y1, x2, y2) in zip(pasted, masks, boxes.tolist(), strict=True):
-        # beyond the box, zeros are at least half of every sample, and nothing reaches 0.5
+        # outside the box, zero padding has at least half the weight of a sample, which cannot reach 0.5
         rows = slice(max(0, math.floor(y1)), min(height, math.ceil(y2)))
         columns = slice(max(0, math.floor(x1)), min(width, math.ceil(x2)))
         y = (torch.arange(rows.start, rows.stop, device=masks.device) + 0.5 - y1) / (y2 - y1) * 2 - 1

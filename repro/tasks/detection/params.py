@@ -1,4 +1,4 @@
-"""The parameters of a detector's training. Imports nothing heavy: the stages need them for `--help`."""
+"""Parameters of a detector's training. Imports nothing heavy: the stages need them for `--help`."""
 
 import dataclasses
 
@@ -9,20 +9,22 @@ from ..dense.base import DenseParams
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MaskRcnnParams:
-    """Sizes of Mask R-CNN; the defaults are mmdet's for R50-FPN, which Vision-RWKV trains with.
+    """Sizes of Mask R-CNN; the defaults are mmdet's for R50-FPN, which Vision-RWKV uses.
 
     Args:
-        fpn_channels: of the pyramid and the RPN.
-        box_channels: of the two fully connected layers of the box head.
-        class_agnostic_boxes: the box head predicts one box for all classes (mmdet's `reg_class_agnostic`), not one for
-            each: where scenes are few, every box then teaches it.
-        mask_layers: 3x3 convolutions of the mask head.
+        fpn_channels: channels of the pyramid and the RPN.
+        box_channels: width of the two fully connected layers of the box head.
+        class_agnostic_boxes: the box head predicts one box for all classes (mmdet's `reg_class_agnostic`) instead of
+            one for each: with few scenes, every box then trains it.
+        mask_channels: channels of the mask head.
+        mask_layers: number of 3x3 convolutions in the mask head.
         anchor_scale: side of a level's square anchor in strides of that level.
-        rpn_samples: anchors per image that the RPN's loss sees, at most half of them positive.
+        rpn_samples: anchors per image in the RPN's loss, at most half of them positive.
         train_candidates, test_candidates: boxes per level and image that enter the RPN's non-maximum suppression.
         train_proposals, test_proposals: boxes per image that come out of it.
-        roi_samples: proposals per image that the heads are trained on, at most a quarter of them positive.
-        max_detections: per image; COCO's evaluation looks at no more than 100.
+        roi_samples: proposals per image in the heads' loss, at most a quarter of them positive.
+        min_score: smallest score of a detection.
+        max_detections: per image; COCO's evaluation uses no more than 100.
     """
 
     fpn_channels: int = bounded(256, ge=1)
@@ -46,7 +48,8 @@ class DetectParams(DenseParams):
     """A cell of `detect:`.
 
     Args:
-        transform: how large its inputs are, and how they are varied.
+        mask_rcnn: sizes of the heads.
+        transform: size and augmentation of the inputs.
     """
 
     mask_rcnn: MaskRcnnParams = MaskRcnnParams()

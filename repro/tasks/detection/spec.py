@@ -1,4 +1,4 @@
-"""Detection for the training code and for `repro predict`. Imports nothing heavy at the top."""
+"""The detection task for training and for `repro predict`. Imports nothing heavy at the top."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar

@@ -1,4 +1,4 @@
-"""Object detection as a task of the engine: Mask R-CNN's losses, and COCO's average precision."""
+"""The training task of object detection: Mask R-CNN's losses, and COCO's average precision."""
 
 from typing import Any
 
@@ -14,19 +14,19 @@ _TRAINED_ON = ("boxes", "labels", "masks")
 
 
 class Detection(Task):
-    """Mask R-CNN.
+    """Training and evaluation of Mask R-CNN.
 
     A batch is a list of images, uint8 (3, H, W), and a list of targets: `boxes` (G, 4), `labels` (G,) in 1..C, `masks`
     (G, H, W), `image_id` and `original_size`, the height and width of the picture in the annotation file.
 
-    The data sets of the held-out splits are `repro.data.detection.CocoDetection`. `confusion` is of the last
+    The data sets of the held-out splits are `repro.data.detection.CocoDetection`. `confusion` is that of the last
     evaluation, on rank 0; see `count_confusion`.
     """
 
     confusion: list[list[int]] | None = None
 
     def loss(self, network: MaskRcnn, batch: Batch) -> dict[str, Tensor]:
-        """The sum of Mask R-CNN's five losses, and each of them."""
+        """Compute Mask R-CNN's five losses, and their sum `loss`."""
         images, targets = batch
         targets = [
             {name: target[name].to(self.device, non_blocking=True) for name in _TRAINED_ON} for target in targets
@@ -35,7 +35,7 @@ class Detection(Task):
         return {"loss": sum(losses.values()), **losses}
 
     def evaluate(self, model: MaskRcnn, split: str) -> dict[str, float]:
-        """Average precision over a split's images, of all ranks, and their number; sizes without objects are out."""
+        """Compute the average precision over the images of all ranks, and their number; see `coco_metrics`."""
         results, images_seen = [], 0
         loader = self.held_out[split]
         truth = loader.dataset.instances

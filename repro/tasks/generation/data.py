@@ -1,4 +1,4 @@
-"""The data and files around a denoiser: pictures, latents, the weights to start from, the judge, and grids."""
+"""Data and files of a denoiser: pictures, latents, initial weights, the judge, and grids of samples."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,14 +23,17 @@ from ...models.weights import load_state, open_file, translate_official
 from .params import GenerateParams, InputSettings
 from .scores import Judge
 
-GAP_PX = 4  # between the pictures of a grid
-SHOWN_PX = 64  # to which smaller pictures are enlarged there
+GAP_PX = 4  # gap between the pictures of a grid
+SHOWN_PX = 64  # size to which smaller pictures are enlarged in a grid
 
 
 def open_split(
     tree: Tree, split: str, settings: InputSettings, *, training: bool = False, **shared: Any
 ) -> ImageFolder:
-    """A split as a denoiser reads it: uint8 pictures or fp32 latents, and classes; `shared`: of `ImageFolder`."""
+    """Open a split for a denoiser: items are uint8 pictures or fp32 latents, with classes.
+
+    `shared` as for `ImageFolder`.
+    """
     hflip = settings.hflip if training else 0.0
     if settings.latents is not None:
         return LatentFolder(tree, split, settings.shape, scale=settings.latents.scale, hflip=hflip, **shared)
@@ -44,12 +47,15 @@ def open_split(
 
 
 def open_denoiser(path: Path, *models: str) -> tuple[Mapping[str, Tensor], Mapping[str, Any] | None]:
-    """The tensors of a denoiser's file, ours or a release's, the moving average where there is one, and our metadata.
+    """Read the tensors of a denoiser's file, preferring the moving average, and our metadata.
 
-    A file of ours is of one of these models, if any are named; a release's, without metadata, is of the first.
+    A file of ours must be of one of `models`, if any are named; a release's, without metadata, is taken for the first.
+
+    Returns:
+        The tensors by our names, and the metadata; None for a release's file.
 
     Raises:
-        UserError: a file that cannot be read or is of another model.
+        UserError: the file cannot be read or is of another model.
     """
     state, metadata = open_file(path, ("ema", "model", "state_dict"))
     if metadata is not None:
@@ -65,9 +71,13 @@ def open_denoiser(path: Path, *models: str) -> tuple[Mapping[str, Tensor], Mappi
 
 
 def fill(model: nn.Module, path: Path, name: str) -> Mapping[str, str]:
-    """Fill a denoiser from a file, strictly, and say what became of each key; raises UserError where it does not fit.
+    """Load a denoiser's weights strictly from a file, and return what became of each key.
 
-    A DiT5 takes a file of its own, or one of the DiT of its size: then what that DiT lacks stays as it is.
+    A DiT5 takes a file of its own, or one of the DiT of its size; parameters that the DiT lacks then keep their initial
+    values.
+
+    Raises:
+        UserError: the file does not fit the model.
     """
     error = f"{path}: does not fit {name} as built with {model.built_from[1] or 'no options'}"
     new = model.new_parameters()
@@ -80,7 +90,7 @@ def fill(model: nn.Module, path: Path, name: str) -> Mapping[str, str]:
 
 
 def open_judge(params: GenerateParams, classes: Sequence[str], device: torch.device) -> Judge:
-    """The judge of a cell; raises UserError where it cannot judge."""
+    """Open the judge of a cell; raises UserError where it cannot judge its samples."""
     if params.transform.latents is not None:
         raise UserError("judge: looks at pictures, and these are latents; judge samples with `repro generate --vae`")
     path = find_root().find(params.judge.weights)
@@ -99,6 +109,6 @@ def save_grid(pictures: Tensor, columns: int, path: Path) -> None:
     )
     grid = make_grid(shown.to(torch.uint8), nrow=columns, padding=GAP_PX, pad_value=255)[
         : pictures.shape[1]
-    ]  # it makes grey three channels
+    ]  # make_grid repeats grey to three channels
     with atomic(path) as temporary:
         to_pil_image(grid).save(temporary, "PNG")

@@ -1,9 +1,9 @@
 """Gaussian diffusion with a linear schedule: a denoiser's loss, and sampling by DDPM or DDIM with guidance.
 
-A clean input x_0 becomes x_t = √ᾱ_t x_0 + √(1 - ᾱ_t) ε, where ᾱ_t = Π_{s≤t} (1 - β_s) and ε is standard normal noise,
-which the denoiser predicts (Ho et al. 2020). With twice the channels it also says where between its two bounds, in
-logarithms, the variance of the reverse step lies (Nichol and Dhariwal 2021). Tables are fp64; what they give for a
-batch has its dtype.
+A clean input x_0 becomes x_t = √ᾱ_t x_0 + √(1 - ᾱ_t) ε, where ᾱ_t = Π_{s≤t} (1 - β_s), and ε is standard normal noise
+that the denoiser predicts (Ho et al. 2020). With twice the channels it also interpolates, in log space, between the two
+bounds of the variance of the reverse step (Nichol and Dhariwal 2021). Tables are fp64; their values are cast to the
+dtype of a batch.
 """
 
 import math
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from .params import TIMESTEPS
 
-BETAS = (1e-4, 0.02)  # the first and the last
-LEVEL = 1 / 127.5  # between two neighbouring grey levels of 8 bits in [-1, 1]
+BETAS = (1e-4, 0.02)  # β of the first and the last step
+LEVEL = 1 / 127.5  # distance of two neighbouring 8-bit grey levels in [-1, 1]
 # inputs (B, K, H, W), timesteps (B,), labels (B,) -> (B, K or 2K, H, W)
 Denoise = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Reverse(NamedTuple):
-    """The distribution of x_{t-1} given x_t and what the denoiser says, and its guess of x_0; all (B, K, H, W)."""
+    """The distribution of x_{t-1} given x_t and the denoiser's output, and the predicted x_0; all (B, K, H, W)."""
 
     mean: Tensor
     log_variance: Tensor
@@ -36,7 +36,7 @@ class Diffusion:
 
     Args:
         betas: (n,) fp64, on the device of the inputs.
-        timesteps: (n,) int64, the timestep of the denoiser for each step; there too.
+        timesteps: (n,) int64, the denoiser's timestep for each step; on the same device.
     """
 
     def __init__(self, betas: Tensor, timesteps: Tensor):
@@ -44,27 +44,28 @@ class Diffusion:
         self.alphas_bar = torch.cumprod(1 - betas, dim=0)
         self.alphas_bar_before = F.pad(self.alphas_bar[:-1], (1, 0), value=1.0)
         rest = 1 - self.alphas_bar
-        # of q(x_{t-1} | x_t, x_0), whose mean is of_start · x_0 + of_x · x_t; at the first step its variance is 0
+        # q(x_{t-1} | x_t, x_0) has the mean of_start · x_0 + of_x · x_t; its variance is 0 at the first step
         self._of_start = betas * self.alphas_bar_before.sqrt() / rest
         self._of_x = (1 - self.alphas_bar_before) * (1 - betas).sqrt() / rest
         variance = betas * (1 - self.alphas_bar_before) / rest
-        # that 0 has no logarithm: the second step's is taken
+        # the second step's variance replaces that 0, which has no logarithm
         self._least_log_variance = torch.cat((variance[1:2], variance[1:])).log()
-        # where the denoiser predicts no variance
+        # variance where the denoiser predicts none: β, and at the first step the same as the lower bound
         self._fixed_log_variance = torch.cat((variance[1:2], betas[1:])).log()
 
     @classmethod
     def linear(cls, device: torch.device | str = "cpu") -> Self:
-        """The chain of training: 1,000 steps whose β rises linearly from 1e-4 to 0.02."""
+        """Make the chain of training: 1,000 steps whose β rises linearly from 1e-4 to 0.02."""
         return cls(
             torch.linspace(*BETAS, TIMESTEPS, dtype=torch.float64, device=device),
             torch.arange(TIMESTEPS, device=device),
         )
 
     def respaced(self, steps: int) -> Self:
-        """A chain of fewer steps over the same ᾱ: step i is step round(i·(n - 1) / (steps - 1)) of this one.
+        """Make a chain of fewer steps with the same ᾱ: step i is step round(i·(n - 1) / (steps - 1)) of this one.
 
-        Raises ValueError for fewer than 2 steps or more than n.
+        Raises:
+            ValueError: fewer than 2 steps or more than n.
         """
         n = len(self.betas)
         if not 2 <= steps <= n:
@@ -77,12 +78,15 @@ class Diffusion:
         return table[step].to(like.dtype).view(-1, *[1] * (like.ndim - 1))
 
     def add_noise(self, x_start: Tensor, step: Tensor, noise: Tensor) -> Tensor:
-        """x_t of clean inputs (B, K, H, W), steps (B,) and noise."""
+        """Compute x_t from clean inputs (B, K, H, W), steps (B,) and noise."""
         signal, rest = self.alphas_bar.sqrt(), (1 - self.alphas_bar).sqrt()
         return self._at(signal, step, x_start) * x_start + self._at(rest, step, x_start) * noise
 
     def reverse(self, output: Tensor, x: Tensor, step: Tensor, *, clip: bool = False) -> Reverse:
-        """The step back from x = x_t (B, K, H, W) by the output (B, K or 2K, H, W); `clip` bounds x_0's guess by ±1."""
+        """Compute the reverse step from x = x_t (B, K, H, W), given the denoiser's output (B, K or 2K, H, W).
+
+        `clip` clamps the predicted x_0 to [-1, 1].
+        """
         noise, range_values = (output, None) if output.shape[1] == x.shape[1] else output.chunk(2, dim=1)
         alpha_bar = self.alphas_bar
         x_start = self._at((1 / alpha_bar).sqrt(), step, x) * x - self._at((1 / alpha_bar - 1).sqrt(), step, x) * noise
@@ -97,14 +101,14 @@ class Diffusion:
         return Reverse(self._posterior_mean(x_start, x, step), log_variance, x_start)
 
     def _posterior_mean(self, x_start: Tensor, x: Tensor, step: Tensor) -> Tensor:
-        """The mean of q(x_{t-1} | x_t, x_0)."""
+        """Compute the mean of q(x_{t-1} | x_t, x_0)."""
         return self._at(self._of_start, step, x) * x_start + self._at(self._of_x, step, x) * x
 
     def losses(self, output: Tensor, x_start: Tensor, x: Tensor, step: Tensor, noise: Tensor) -> dict[str, Tensor]:
-        """`mse` (B,), of the predicted noise, and with a learned variance `vb` (B,), the term of the variational bound
-        in bits per value.
+        """Compute `mse` (B,) of the predicted noise, and with a learned variance `vb` (B,) in bits per value.
 
-        The bound trains the variance alone: the noise in it is detached. Both are means over the values of each image.
+        `vb` is the term of the variational bound. It trains only the variance: the predicted noise in it is detached.
+        Both are means over the values of each image.
         """
         predicted = output[:, : x.shape[1]]
         found = {"mse": (predicted - noise).square().flatten(1).mean(1)}
@@ -114,7 +118,10 @@ class Diffusion:
         return found
 
     def _bound(self, output: Tensor, x_start: Tensor, x: Tensor, step: Tensor) -> Tensor:
-        """KL(q(x_{t-1} | x_t, x_0) || p(x_{t-1} | x_t)), first -log p(x_0 | x_1) of 8 bits, in bits per value; (B,)."""
+        """Compute a term of the variational bound (B,), in bits per value.
+
+        It is KL(q(x_{t-1} | x_t, x_0) || p(x_{t-1} | x_t)), and -log p(x_0 | x_1) of 8-bit values at the first step.
+        """
         mean, log_variance, _ = self.reverse(output, x, step)
         true_mean = self._posterior_mean(x_start, x, step)
         true_log_variance = self._at(self._least_log_variance, step, x)
@@ -137,14 +144,15 @@ class Diffusion:
         clip: bool = False,
         progress: Callable[[], None] = lambda: None,
     ) -> Tensor:
-        """Samples (B, *shape) of the classes `labels` (B,), from pure noise through all steps of this chain.
+        """Draw samples (B, *shape) of the classes `labels` (B,), from pure noise through all steps of this chain.
 
         Args:
             denoise: predicts the noise, with guidance if so wanted; see `guide`.
-            generators: of the noise of each sample, on the CPU, so that a sample depends neither on the batch nor on
-                the device.
+            generators: one CPU generator for the noise of each sample, which makes a sample independent of the batch
+                and of the device.
             sampler: `ddpm` draws from the reverse distribution, `ddim` (η = 0) adds no noise.
-            clip: for pixels, whose values lie in [-1, 1]; latents are not bounded.
+            clip: clamp the predicted x_0 to [-1, 1], for pixels; latents are not bounded.
+            progress: called after each step.
         """
 
         def draw() -> Tensor:
@@ -164,17 +172,20 @@ class Diffusion:
         return x
 
     def ddim_step(self, found: Reverse, x: Tensor, step: Tensor) -> Tensor:
-        """x_{t-1} = √ᾱ_{t-1} x_0 + √(1 - ᾱ_{t-1}) ε, ε from the guess of x_0 to x_t (Song et al. 2020, η = 0)."""
+        """Compute x_{t-1} = √ᾱ_{t-1} x_0 + √(1 - ᾱ_{t-1}) ε, where ε leads from the predicted x_0 to x_t.
+
+        This is DDIM with η = 0 (Song et al. 2020).
+        """
         alpha_bar, before = (self._at(table, step, x) for table in (self.alphas_bar, self.alphas_bar_before))
         noise = (x - alpha_bar.sqrt() * found.x_start) / (1 - alpha_bar).sqrt()
         return before.sqrt() * found.x_start + (1 - before).sqrt() * noise
 
 
 def guide(model: Denoise, null: int, scale: float, channels: int) -> Denoise:
-    """Classifier-free guidance: in the first `channels`, ε = ε_null + scale · (ε_class - ε_null), in others ε_class.
+    """Apply classifier-free guidance to the first `channels`: ε = ε_null + scale · (ε_class - ε_null).
 
-    DiT guides three of a latent's four channels, and neither the fourth nor the variances. A scale of 1 guides nothing,
-    and runs the model once instead of twice; 0 leaves the class out.
+    Other channels are ε_class: DiT guides three of a latent's four channels, and neither the fourth nor the variances.
+    A scale of 1 is no guidance, and runs the model once instead of twice; 0 ignores the class.
     """
 
     def denoise(x: Tensor, timesteps: Tensor, labels: Tensor) -> Tensor:
@@ -189,12 +200,15 @@ def guide(model: Denoise, null: int, scale: float, channels: int) -> Denoise:
 
 
 def make_generator(*key: int) -> torch.Generator:
-    """A generator on the CPU whose numbers depend on all numbers of the key alone."""
+    """Make a CPU generator whose numbers are a function of all numbers of the key."""
     return torch.Generator().manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]) >> 1)
 
 
 def _log_likelihood(x: Tensor, mean: Tensor, log_deviation: Tensor) -> Tensor:
-    """log P of 8-bit values in [-1, 1]: the normal's mass within half a level, or beyond the first and last level."""
+    """Compute log P of 8-bit values in [-1, 1]: the normal's mass within half a level of each.
+
+    The first and the last level also get the mass beyond them.
+    """
     centred, inverse = x - mean, torch.exp(-log_deviation)
     above, below = (_cumulate(inverse * (centred + sign * LEVEL / 2)) for sign in (1, -1))
     mass = torch.where(x < -0.999, above, torch.where(x > 0.999, 1 - below, above - below))
@@ -202,5 +216,5 @@ def _log_likelihood(x: Tensor, mean: Tensor, log_deviation: Tensor) -> Tensor:
 
 
 def _cumulate(x: Tensor) -> Tensor:
-    """The standard normal's distribution function by the approximation with tanh, which the releases take too."""
+    """Approximate the standard normal's distribution function with tanh, as the releases do."""
     return 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))

@@ -1,4 +1,4 @@
-"""The parameters of a denoiser's training. Imports nothing heavy: the stages need them for `--help`."""
+"""Parameters of a denoiser's training. Imports nothing heavy: the stages need them for `--help`."""
 
 import dataclasses
 from typing import Any, Literal
@@ -6,16 +6,17 @@ from typing import Any, Literal
 from ...core.config import bounded
 from ...training.params import TrainParams
 
-TIMESTEPS = 1000  # of the diffusion in training
+TIMESTEPS = 1000  # diffusion steps in training
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentSettings:
-    """What the inputs are where they are latents of a VAE; the defaults are those of Stable Diffusion's.
+    """Inputs that are latents of a VAE; the defaults are those of Stable Diffusion's.
 
     Args:
-        stride: pixels of the image along the side of one value.
-        scale: by which latents are multiplied, so that their standard deviation is about 1.
+        channels: channels of a latent.
+        stride: side of the image region of one latent value, in pixels.
+        scale: factor on the latents that makes their standard deviation about 1.
     """
 
     channels: int = bounded(4, ge=1)
@@ -25,10 +26,10 @@ class LatentSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InputSettings:
-    """How a picture becomes an input of a denoiser.
+    """The conversion of a picture to an input of a denoiser.
 
     Args:
-        image_size: side of the square pictures in pixels; short sides are resized to it, and the centre is cropped.
+        image_size: side of the square pictures in pixels; the short side is resized to it, and the centre is cropped.
         channels: 1 for grey and 3 for colour; values in [-1, 1].
         hflip: probability of a horizontal flip; 0 where left and right differ, as for digits.
         latents: for a data set of kind `latents`; null for pixels.
@@ -57,18 +58,18 @@ class InputSettings:
 
     @property
     def guided_channels(self) -> int:
-        """How many channels guidance acts on: all of pixels, and the first three of latents, as DiT's release does."""
+        """Number of channels with guidance: all of pixels, and the first three of latents, as in DiT's release."""
         return min(3, self.shape[0])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How samples are drawn.
+    """Sampling of a denoiser.
 
     Args:
         sampler: `ddpm`, or `ddim` without noise.
-        steps: of the 1,000 of the training, evenly spaced.
-        guidance: scale of classifier-free guidance; 1 guides nothing.
+        steps: number of steps, evenly spaced among the 1,000 of training.
+        guidance: scale of classifier-free guidance; 1 is no guidance.
     """
 
     sampler: Literal["ddpm", "ddim"] = "ddpm"
@@ -78,11 +79,11 @@ class SamplingParams:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JudgeParams:
-    """Who judges samples at the end of a training.
+    """The classifier that judges samples at the end of a training.
 
     Args:
-        weights: a classifier of this project of the same classes, from the checkout's root.
-        samples: how many are drawn, of each class alike.
+        weights: a classifier of this project of the same classes; a path from the checkout's root.
+        samples: number of samples, equally many of each class.
     """
 
     weights: str
@@ -94,10 +95,10 @@ class GenerateParams(TrainParams):
     """A cell of `generate:`; a denoiser has no stochastic depth.
 
     Args:
-        label_dropout: share of the training images whose class is left out, for guidance.
+        label_dropout: share of the training images whose class is dropped, for guidance.
         max_unreadable: training images that may be unreadable before the run stops.
-        sampling: how the judged samples and the examples are drawn.
-        judge: a classifier that says of what class samples are; null for none.
+        sampling: sampling of the judged samples and the examples.
+        judge: a classifier that predicts the samples' classes; null for none.
     """
 
     drop_path: float = bounded(0.0, ge=0, le=0)
@@ -115,5 +116,5 @@ class GenerateParams(TrainParams):
 
     @property
     def model_options(self) -> dict[str, Any]:
-        """The arguments that build the denoiser, but for the number of classes."""
+        """The arguments that build the denoiser, except for the number of classes."""
         return {**self.options, "in_channels": self.transform.shape[0]}

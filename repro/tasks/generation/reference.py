@@ -1,6 +1,4 @@
-"""A reference batch, to which published scores of generated pictures compare: the statistics of a whole data set, and
-some of its pictures.
-"""
+"""Reference batches for published scores of generated pictures: statistics of a whole data set, and some pictures."""
 
 import dataclasses
 from pathlib import Path
@@ -13,22 +11,23 @@ from ...core.errors import UserError
 from ...core.hashing import hash_file
 from .scores import Gaussian, Inception, Tally
 
-# SHA-256 -> the file of guided-diffusion's release; several projects that took it from there state the same hash
+# SHA-256 -> file of guided-diffusion's release; several projects that use it state the same hash
 KNOWN = {"b32732719497e42660a9affb4a966068cba0855ac449b82015e34ec376d20758": "VIRTUAL_imagenet256_labeled.npz"}
 SUFFIX = ".npz"
 _PICTURES = "arr_0"
-# features -> the keys of their mean (D,) and covariance (D, D); as in ADM, spatial ones are in the order h, w, channel
+# features -> keys of their mean (D,) and covariance (D, D); as in ADM, spatial features are ordered (h, w, channel)
 STATISTICS = {"fid": ("mu", "sigma"), "sfid": ("mu_s", "sigma_s")}
-_BATCH = 64  # pictures that are looked at at once
+_BATCH = 64  # pictures per batch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReferenceBatch:
-    """A file in the layout of ADM's batches.
+    """A file in the layout of ADM's reference batches.
 
     Args:
+        path: the file.
         statistics: of the features `fid` and `sfid` over the whole data set.
-        hash: the file's, 16 digits.
+        hash: first 16 digits of the file's SHA-256.
         known: the name of the published file with this hash; None for any other.
     """
 
@@ -39,11 +38,11 @@ class ReferenceBatch:
 
     @classmethod
     def open(cls, path: Path, side: int) -> Self:
-        """The batch of a file whose pictures, uint8 (N, side, side, 3), are `arr_0`.
+        """Open a batch, whose pictures are `arr_0`, uint8 (N, side, side, 3).
 
         Raises:
-            UserError: no such file, one that has the name of a published batch and not its hash, or that is damaged,
-                lacks a key, or has an array of another shape or type.
+            UserError: the file is missing, damaged, or has the name but not the hash of a published batch; or a key is
+                missing, or an array has another shape or type.
         """
         if not path.is_file():
             raise UserError(f"{path}: no such reference batch")
@@ -55,7 +54,7 @@ class ReferenceBatch:
         try:
             with np.load(path) as file:
                 arrays = {key: file[key] for key in keys if key in file.files}
-        except Exception:  # whatever other bytes make the reader raise
+        except Exception:  # the reader raises all sorts of errors on damaged bytes
             raise UserError(f"{path}: not a readable {SUFFIX} file; get it again") from None
         if missing := [key for key in keys if key not in arrays]:
             raise UserError(f"{path}: has no {missing[0]}; a reference batch has {', '.join(keys)}")
@@ -71,7 +70,7 @@ class ReferenceBatch:
         return cls(path=path, statistics=statistics, hash=found[:16], known=KNOWN.get(found))
 
     def read(self, inception: Inception) -> Tally:
-        """What an Inception file says of the pictures, with the statistics of the whole data set.
+        """Compute an Inception file's outputs for the pictures, with the statistics of the whole data set.
 
         Raises:
             UserError: the file's features have another width than the statistics.
@@ -92,10 +91,10 @@ class ReferenceBatch:
 
 
 def _require(path: Path, key: str, array: np.ndarray, shape: tuple[int, ...], kind: type) -> None:
-    """Raise a UserError about an empty array, or one of another shape, another type or with values that are not finite."""
+    """Raise UserError about an array that is empty, has another shape or type, or holds values that are not finite."""
     if array.shape != shape or not array.size:
         raise UserError(f"{path}: {key} has shape {array.shape}, expected {shape}; take another batch")
-    # the pictures, which are always finite, would need as much memory again
+    # only floats: a check of the pictures would need as much memory again
     if not np.issubdtype(array.dtype, kind) or (kind is np.floating and not np.isfinite(array).all()):
         raise UserError(
             f"{path}: {key} has values of {array.dtype}, expected finite ones of {kind.__name__}; get it again"

@@ -1,6 +1,7 @@
-"""Scores of samples: how many a classifier takes for the class they were asked to be; and by the features of an
-Inception file Fréchet distances, Inception Score, precision and recall, as the evaluator of ADM (guided-diffusion)
-defines them.
+"""Scores of samples: the share that a classifier assigns to the requested class, and the metrics of ADM's evaluator.
+
+From the features of an Inception file these are Fréchet distances, Inception Score, precision and recall, as defined by
+the evaluator of ADM (guided-diffusion).
 """
 
 import dataclasses
@@ -21,20 +22,20 @@ from ...data.classification import ToInput, eval_transform
 from ...data.settings import TransformSettings
 from ...models.checkpoints import open_own
 
-# NVIDIA's translation of the TensorFlow graph by which published distances are computed: inception-2015-12-05.pt
+# NVIDIA's inception-2015-12-05.pt, a translation of the TensorFlow graph behind published distances
 INCEPTION_SHA256 = "f58cb9b6ec323ed63459aa4fb441fe750cfe39fafad6da5cb504a16f19e958f4"
 INCEPTION_SIDE = 299
 SPATIAL_LAYER, SPATIAL_CHANNELS = "mixed_6", 7  # 17·17·7 features
 OUTPUT_LAYER = "output"
-SCORE_PART = 5000  # samples over which a marginal distribution is taken
+SCORE_PART = 5000  # samples that share one marginal distribution p(y)
 NEIGHBOURS = 3
-MOST_REAL = 10_000  # real pictures in precision and recall
-_ROWS = 512  # of a block of distances
+MOST_REAL = 10_000  # most real pictures in precision and recall
+_ROWS = 512  # rows of a block of distances
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Judge:
-    """A classifier in eval mode, with the transform that its images need."""
+    """A classifier in eval mode, with the transform of its images."""
 
     model: nn.Module
     transform: TransformSettings
@@ -43,7 +44,11 @@ class Judge:
 
     @classmethod
     def open(cls, path: Path, classes: Sequence[str], device: torch.device) -> Self:
-        """The judge of a weights file; UserError where it is unreadable, no classifier, or knows other classes."""
+        """Open the judge in a weights file.
+
+        Raises:
+            UserError: the file is unreadable, holds no classifier, or one of other classes.
+        """
         checkpoint = open_own(path, "take a classifier that it trained as the judge").require_classifier()
         if checkpoint.classes != tuple(classes):
             raise UserError(
@@ -55,7 +60,7 @@ class Judge:
 
     @torch.inference_mode()
     def count_right(self, pictures: Tensor, labels: Tensor, batch_size: int = 64) -> int:
-        """How many of the uint8 pictures (N, 1 or 3, H, W) it takes for their labels (N,)."""
+        """Count the uint8 pictures (N, 1 or 3, H, W) that are classified as their labels (N,)."""
         resize, to_input = eval_transform(self.transform), ToInput(self.transform, self.device)
         right = 0
         for part, truth in zip(pictures.split(batch_size), labels.split(batch_size), strict=True):
@@ -68,7 +73,7 @@ class Judge:
 
 @dataclasses.dataclass
 class Moments:
-    """Mean and covariance of feature vectors, added up in fp64."""
+    """Mean and covariance of feature vectors, accumulated in fp64."""
 
     count: int = 0
     total: Tensor | float = 0.0  # (D,)
@@ -88,34 +93,35 @@ class Moments:
 
     @property
     def covariance(self) -> Tensor:
-        """(D, D), with count - 1."""
+        """(D, D), unbiased: divided by count - 1."""
         return (self.products - self.count * torch.outer(self.mean, self.mean)) / (self.count - 1)
 
 
 class Gaussian(NamedTuple):
-    """A mean (D,) and a covariance (D, D) that somebody else took, in fp64."""
+    """A published mean (D,) and covariance (D, D), in fp64."""
 
     mean: Tensor
     covariance: Tensor
 
 
 def frechet_distance(ours: Moments | Gaussian, theirs: Moments | Gaussian) -> float:
-    """|m - m'|² + tr(Σ + Σ' - 2 (Σ Σ')^½) of two sets of at least two features each, in fp64.
+    """Compute |m - m'|² + tr(Σ + Σ' - 2 (Σ Σ')^½) of two sets of at least two features each, in fp64.
 
-    The trace of the root is the sum of the roots of the eigenvalues of Σ^½ Σ' Σ^½, which is symmetric.
+    The trace of the root is computed as the sum of the roots of the eigenvalues of Σ^½ Σ' Σ^½, which is symmetric.
     """
     ours_cov, theirs_cov = ours.covariance, theirs.covariance
     values, vectors = torch.linalg.eigh(ours_cov)
     root = vectors * values.clamp(min=0).sqrt() @ vectors.mT
     middle = root @ theirs_cov @ root
+    # rounding leaves the matrix slightly asymmetric, and eigenvalues slightly negative
     shared = torch.linalg.eigvalsh((middle + middle.mT) / 2).clamp(min=0).sqrt().sum()
     return float((ours.mean - theirs.mean).square().sum() + ours_cov.trace() + theirs_cov.trace() - 2 * shared)
 
 
 def inception_score(logits: Tensor) -> float:
-    """exp E KL(p(y|x) || p(y)) of logits (N, K) (Salimans et al. 2016), in fp64.
+    """Compute exp E KL(p(y|x) || p(y)) of logits (N, K) (Salimans et al. 2016), in fp64.
 
-    As in ADM, it is the mean over parts of 5,000 samples in order, each with its own p(y); the last may be smaller.
+    As in ADM, it is the mean over consecutive parts of 5,000 samples, each with its own p(y); the last may be smaller.
     """
     scores = []
     for part in logits.split(SCORE_PART):
@@ -125,17 +131,19 @@ def inception_score(logits: Tensor) -> float:
 
 
 def precision_recall(real: Tensor, drawn: Tensor) -> tuple[float, float]:
-    """Improved precision and recall (Kynkäänniemi et al. 2019) of features (N, D) and (M, D), at least four of each.
+    """Compute improved precision and recall of features (N, D) and (M, D), at least four of each.
 
-    Precision is the share of the drawn features that lie in the ball around a real one that reaches to its third
-    neighbour; recall is the same with the roles changed. Distances are fp64, in blocks; ADM rounds squares to fp16.
+    They are those of Kynkäänniemi et al. (2019). Precision is the share of the drawn features inside a ball around any
+    real one, whose radius is the distance to that one's third neighbour. Recall swaps the roles. Distances are fp64, in
+    blocks; ADM rounds squares to fp16.
     """
     real, drawn = real.double(), drawn.double()
     return _share_within(drawn, real), _share_within(real, drawn)
 
 
 def _share_within(points: Tensor, centres: Tensor) -> float:
-    """The share of points (N, D) that lie in the ball of any centre (M, D); a centre is its own nearest neighbour."""
+    """Compute the share of points (N, D) inside the ball of any centre (M, D)."""
+    # one more neighbour, since each centre is its own nearest
     nearest = [torch.cdist(rows, centres).topk(NEIGHBOURS + 1, largest=False).values for rows in centres.split(_ROWS)]
     radii = torch.cat(nearest)[:, -1]
     inside = [(torch.cdist(rows, centres) <= radii).any(1) for rows in points.split(_ROWS)]
@@ -143,15 +151,14 @@ def _share_within(points: Tensor, centres: Tensor) -> float:
 
 
 class Inception:
-    """Features of uint8 pictures (B, 3, H, W) by a TorchScript file: `pooled` (B, 2048) for FID, precision and recall,
-    `spatial` (B, 2023) for sFID, and `logits` (B, 1008) for the Inception Score.
+    """Features of uint8 pictures (B, 3, H, W) from a TorchScript file.
 
-    The file is NVIDIA's inception-2015-12-05.pt, or one with its interface, whose hash is then stated. The spatial
-    features are the first seven channels of the first convolution in the layer mixed_6 (Nash et al. 2021); None where
-    the file has no such layer.
+    `pooled` (B, 2048) are for FID, precision and recall, `spatial` (B, 2023) for sFID, and `logits` (B, 1008) for the
+    Inception Score. The file is NVIDIA's inception-2015-12-05.pt, or one with its interface whose hash is given. The
+    spatial features are the first seven channels of the first convolution in the layer mixed_6 (Nash et al. 2021).
 
     Raises:
-        UserError: no such file, another hash, or no TorchScript.
+        UserError: the file is missing, has another hash, or is not TorchScript.
     """
 
     def __init__(self, path: Path, device: torch.device, sha256: str | None = None):
@@ -165,12 +172,15 @@ class Inception:
 
     @torch.inference_mode()
     def pooled(self, pictures: Tensor) -> Tensor:
-        """(B, 2048)."""
+        """Compute the pooled features (B, 2048)."""
         return self.module(pictures.to(self.device), return_features=True)
 
     @torch.inference_mode()
     def spatial(self, pictures: Tensor) -> Tensor | None:
-        """(B, 17·17·7), with the channel last as in TensorFlow; None for a file without the layer."""
+        """Compute the spatial features (B, 17·17·7), channel last as in TensorFlow.
+
+        Returns None for a file without the layer.
+        """
         layers = dict(getattr(self.module, "layers", nn.Module()).named_children())
         if SPATIAL_LAYER not in layers:
             return None
@@ -183,8 +193,9 @@ class Inception:
 
     @torch.inference_mode()
     def logits(self, pooled: Tensor) -> Tensor | None:
-        """(B, 1008) of pooled features (B, 2048) by the file's last layer, without its bias, as ADM takes them; None for
-        a file without such a layer.
+        """Compute logits (B, 1008) from pooled features (B, 2048); None for a file without the last layer.
+
+        As in ADM, the layer's bias is left out.
         """
         weight = getattr(getattr(self.module, OUTPUT_LAYER, None), "weight", None)
         if not isinstance(weight, Tensor) or weight.shape[1:] != pooled.shape[1:]:
@@ -193,8 +204,9 @@ class Inception:
 
 
 class Tally:
-    """What a judge and an Inception file, either of which may be None, say of pictures; `moments` are of the features
-    `fid` and `sfid`, and `pooled` has the former, fp32 on the CPU.
+    """Accumulated results of a judge and an Inception file on pictures; either of the two may be None.
+
+    `moments` are those of the features `fid` and `sfid`; `pooled` has the features for `fid`, fp32 on the CPU.
     """
 
     def __init__(self, judge: Judge | None, inception: Inception | None):
@@ -218,14 +230,17 @@ class Tally:
 
     @property
     def judged_percent(self) -> float:
-        """The share that the judge takes for their classes."""
+        """Percentage of the pictures that the judge classifies as their class."""
         return 100 * self.right / self.seen
 
 
 def compare_tallies(drawn: Tally, real: Tally | None) -> dict[str, Any]:
-    """`judged_percent` and `inception_score` of the drawn pictures, `real_judged_percent`, and between the two `fid`,
-    `sfid`, and the shares `precision` and `recall`, in which 10,000 evenly spaced real pictures count; null with a
-    reason without.
+    """Compute the scores of drawn pictures, and those that compare them with real ones.
+
+    Returns:
+        `judged_percent` and `inception_score` of the drawn pictures, `real_judged_percent` of the real ones, and
+        between the two `fid`, `sfid`, and the shares `precision` and `recall`, which use at most 10,000 evenly spaced
+        real pictures. A score that cannot be computed is None, with the reason in `<name>_reason`.
     """
     no_judge = None if drawn.judge else "no judge"
     no_real = None if real else "no real pictures"
@@ -266,20 +281,20 @@ def compare_tallies(drawn: Tally, real: Tally | None) -> dict[str, Any]:
 
 
 def load_script(path: Path, device: torch.device) -> Any:
-    """The module of a TorchScript file, in eval mode; raises UserError where it is none."""
+    """Load a TorchScript module in eval mode; raises UserError where the file is none."""
     try:
-        # scripting is deprecated, and the files remain
+        # TorchScript is deprecated, but the published files use it
         with warnings.catch_warnings(action="ignore", category=FutureWarning):
             return torch.jit.load(str(path), map_location=device).eval()
-    except Exception:  # whatever the bytes of another file make the reader raise
+    except Exception:  # damaged bytes may raise anything
         raise UserError(f"{path}: not a readable TorchScript file; get it again") from None
 
 
 def load_exported(path: Path, device: torch.device) -> Any:
-    """The module of a file of torch.export; raises UserError where it is none."""
+    """Load the module of a torch.export file; raises UserError where the file is none."""
     log = logging.getLogger("torch.export")
     level = log.level
-    log.setLevel(logging.CRITICAL)  # it would write the traceback too
+    log.setLevel(logging.CRITICAL)  # else it also logs the traceback
     try:
         return torch.export.load(path).module().to(device)
     except Exception:  # as above
@@ -289,11 +304,12 @@ def load_exported(path: Path, device: torch.device) -> Any:
 
 
 def _resize_as_tensorflow(pictures: Tensor) -> Tensor:
-    """(B, 3, H, W) -> (B, 3, 299, 299), bilinear, pixel i at i·H/299: TensorFlow 1's rule, without half pixels."""
+    """Resize (B, 3, H, W) bilinearly to (B, 3, 299, 299) by TensorFlow 1's rule: output pixel i samples i·H/299."""
     height, width = pictures.shape[-2:]
     places = [
         torch.arange(INCEPTION_SIDE, device=pictures.device) * (side / INCEPTION_SIDE) for side in (width, height)
     ]
+    # with align_corners=True, -1 and 1 are the centres of the first and the last pixel
     x, y = (2 * place / max(1, side - 1) - 1 for place, side in zip(places, (width, height), strict=True))
     grid = torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=-1).expand(len(pictures), -1, -1, -1)
     return F.grid_sample(pictures, grid, mode="bilinear", padding_mode="border", align_corners=True)

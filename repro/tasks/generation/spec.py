@@ -1,4 +1,4 @@
-"""Generation for the training code and for `repro generate`. Imports nothing heavy at the top."""
+"""The generation task for training and for `repro generate`. Imports nothing heavy at the top."""
 
 import dataclasses
 import math
@@ -10,14 +10,14 @@ from ...core.errors import UserError
 from ..spec import Datasets, Predictor, TaskSpec
 from .params import GenerateParams
 
-SHOWN_CLASSES, SHOWN_OF_EACH = 10, 8  # samples in the picture of examples: a row for each class
+SHOWN_CLASSES, SHOWN_OF_EACH = 10, 8  # rows (one for each class) and columns of the picture of examples
 
 
-DIT5_FACTOR = 2.0  # of its release, whose other rates are those of a DiT
+DIT5_FACTOR = 2.0  # learning-rate factor of inner weights in DiT5's release; its other rates are those of a DiT
 
 
 class Generate(TaskSpec):
-    """Class-conditional image generation; the lower the held-out loss, the better."""
+    """Class-conditional image generation; a lower held-out loss is better."""
 
     name = "generate"
     params = GenerateParams
@@ -100,7 +100,7 @@ class Generate(TaskSpec):
     def draw_examples(
         self, task: Any, model: Any, params: GenerateParams, classes: Sequence[str], folder: Path
     ) -> None:
-        if params.transform.latents is not None:  # nothing here decodes them
+        if params.transform.latents is not None:  # no decoder is at hand
             return
         import torch
 

@@ -1,4 +1,4 @@
-"""Class-conditional generation for the engine: the loss of a denoiser at random steps, at fixed ones held out."""
+"""The training task of class-conditional generation: a denoiser's loss at random steps; held out, at fixed ones."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,18 +16,20 @@ from .params import TIMESTEPS, InputSettings, SamplingParams
 from .scores import Judge
 
 Batch = tuple[Tensor, Tensor]  # uint8 pictures (B, K, H, W) or fp32 latents, and classes (B,)
-_HELD_OUT, _SAMPLES = 2, 3  # what generators are for; the loaders have other numbers
+# first number of a generator's key: separates these draws from those of the loaders, which have other numbers
+_HELD_OUT, _SAMPLES = 2, 3
 
 
 class Generation(Task):
-    """A denoiser; see `repro.models.dit.Denoiser`.
+    """Training of a denoiser; see `repro.models.dit.Denoiser`.
 
     Args:
         transform, label_dropout, sampling: see `GenerateParams`.
-        num_classes: the classes of the data set, and the label of none.
-        seed: of the samples that are judged, and of the examples.
-        inner_factor: the rate of inner weights, as a multiple of that of all others.
-        judge, judged_samples: who judges how many samples in the evaluation of the reported split; None for nobody.
+        num_classes: number of classes of the data set, which is also the label of no class.
+        seed: of the judged samples and of the examples.
+        inner_factor: learning rate of inner weights, as a multiple of that of all others.
+        judge, judged_samples: the judge of the samples in the evaluation of the reported split, and their number; None
+            for no judge.
         model, train, held_out, shared: see `Task`.
     """
 
@@ -57,12 +59,15 @@ class Generation(Task):
         self.diffusion = Diffusion.linear(self.device)
 
     def build_optimizer(self, params: OptimParams) -> torch.optim.Optimizer:
-        """Inner weights have `inner_factor` times the rate."""
+        """Build the optimiser; inner weights have `inner_factor` times the learning rate."""
         inner = {name for name, _ in self.model.named_parameters() if re.search(r"\.attn\.w\d$", name)}
         return build_optimizer(self.model, params, self.batch_size, new=inner, new_factor=self.inner_factor)
 
     def loss(self, network: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """`mse` of the noise at a random step of each image, some without class; `vb` where the variance is learned."""
+        """Compute the `mse` of the noise at a random step of each image, and `vb` for a learned variance.
+
+        Each class is dropped with the probability `label_dropout`.
+        """
         x_start, labels = to_inputs(batch[0], self.device), batch[1].to(self.device, non_blocking=True)
         labels = torch.where(torch.rand(len(labels), device=self.device) < self.label_dropout, self.num_classes, labels)
         step, noise = torch.randint(TIMESTEPS, (len(labels),), device=self.device), torch.randn_like(x_start)
@@ -77,16 +82,16 @@ class Generation(Task):
 
     @torch.inference_mode()
     def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
-        """The losses over a split, with the true classes, at a step and noise of each image that never change.
+        """Compute the losses over a split with the true classes; each image always has the same step and noise.
 
-        The reported split also has `judged_percent`, the share of samples that the judge takes for the class they were
-        asked to be, and `real_judged_percent`, that share of the split's own images, which the judge sees at the size
-        of the inputs.
+        The reported split also has `judged_percent`, the share of samples that the judge assigns to the requested
+        class, and `real_judged_percent`, the same share of the split's own images at the size of the inputs.
         """
         sums: dict[str, float] = {}
         seen, right = 0, 0
         judge = self.judge if split == self.reported_split else None
         for pictures, labels in self.held_out[split]:
+            # the image's index in the split, see `EvalOrder`: its draw depends on neither batch size nor ranks
             drawn = [self._draw_fixed(self.ranks.rank + (seen + i) * self.ranks.world_size) for i in range(len(labels))]
             step = torch.tensor([one for one, _ in drawn], device=self.device)
             noise = torch.stack([one for _, one in drawn])
@@ -110,7 +115,10 @@ class Generation(Task):
         return found
 
     def draw(self, model: nn.Module, labels: Tensor, places: Sequence[int]) -> Tensor:
-        """Samples as uint8 pictures (B, 1 or 3, H, W); noise follows from place and seed of each. Not for latents."""
+        """Draw samples as uint8 pictures (B, 1 or 3, H, W).
+
+        The noise depends on seed and place alone. Not for latents.
+        """
         shared = {"sampling": self.sampling, "seed": self.seed, "batch_size": self.batch_size}
         return torch.cat(
             [
@@ -120,7 +128,7 @@ class Generation(Task):
         )
 
     def _draw_fixed(self, index: int) -> tuple[int, Tensor]:
-        """The step and the noise of a held-out image, whatever its batch and rank are."""
+        """Draw the step and the noise of a held-out image from its index alone."""
         generator = make_generator(_HELD_OUT, index)
         return int(torch.randint(TIMESTEPS, (), generator=generator)), torch.randn(
             self.transform.shape, generator=generator
@@ -139,12 +147,12 @@ def draw_samples(
     batch_size: int,
     progress: Any = lambda samples: None,
 ) -> Iterator[Tensor]:
-    """Samples of a denoiser in eval mode, in batches of (B, K, H, W): pixels in [-1, 1], or latents with their scale.
+    """Yield samples of a denoiser in eval mode in batches (B, K, H, W): pixels in [-1, 1], or latents with their scale.
 
     Args:
-        diffusion: of the training; `sampling` says how many of its steps are taken.
-        labels, places: of each sample its class, and its number, from which with the seed its noise follows.
-        progress: is called after each step with the samples that went through it.
+        diffusion: the chain of training; `sampling` chooses how many of its steps are taken.
+        labels, places: class and number of each sample; with the seed, the number determines its noise.
+        progress: called after each step with the number of samples in it.
     """
     chain = diffusion.respaced(sampling.steps)
     denoise = guide(model, model.num_classes, sampling.guidance, settings.guided_channels)
@@ -160,11 +168,11 @@ def draw_samples(
 
 
 def to_inputs(pictures: Tensor, device: torch.device) -> Tensor:
-    """uint8 pictures (B, K, H, W) -> fp32 in [-1, 1] on a device; latents, which are fp32, stay as they are."""
+    """Convert uint8 pictures (B, K, H, W) to fp32 in [-1, 1] on a device; fp32 latents keep their values."""
     moved = pictures.to(device, non_blocking=True)
     return moved.float() / 127.5 - 1 if moved.dtype == torch.uint8 else moved.contiguous()
 
 
 def to_pictures(x: Tensor) -> Tensor:
-    """Values in [-1, 1] -> uint8, rounded; what lies beyond is clipped."""
+    """Convert values in [-1, 1] to uint8, rounded; values outside are clipped."""
     return ((x.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)

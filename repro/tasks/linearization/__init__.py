@@ -1,1 +1,1 @@
-"""Linearisation: a classifier that inherits from a pretrained softmax ViT."""
+"""Linearisation: training of a classifier that inherits from a pretrained softmax ViT."""

@@ -1,4 +1,4 @@
-"""The parameters of a linearisation. Imports nothing heavy: the stages need them for `--help`."""
+"""Parameters of a linearisation. Imports nothing heavy: the stages need them for `--help`."""
 
 import dataclasses
 
@@ -11,9 +11,10 @@ class LinearizeParams(ClassifierParams):
     """A cell of `linearize:`; `model` and `options` are the student's, and `init` is the softmax ViT.
 
     Args:
-        teacher: registered name of the ViT in `init`, where its file does not say it; null for a file of this project.
-        new_lr_factor: the rate of new parameters, as a multiple of that of inherited ones.
-        decay_all: whether weight decay exempts nothing, neither biases nor norms nor positions.
+        teacher: registered name of the ViT in `init`, where its file does not name it; null for a file of this project.
+        freeze: train only the parameters that are not inherited.
+        new_lr_factor: learning rate of new parameters, as a multiple of that of inherited ones.
+        decay_all: apply weight decay to every parameter, including biases, norms and position embeddings.
     """
 
     teacher: str | None = None

@@ -1,4 +1,4 @@
-"""Linearisation for training: a classifier that begins with a softmax ViT's weights. Imports nothing heavy."""
+"""The linearisation task for training: a classifier that starts from a softmax ViT's weights. Imports nothing heavy."""
 
 import copy
 import dataclasses
@@ -13,7 +13,7 @@ from .params import LinearizeParams
 
 
 class Linearize(Classify):
-    """Image classification by a student of a softmax ViT; its weights file is that of any classifier."""
+    """Image classification by a student of a softmax ViT; its weights file is like any classifier's."""
 
     name = "linearize"
     params = LinearizeParams
@@ -28,7 +28,7 @@ class Linearize(Classify):
         teacher = open_weights(init, model=params.teacher).require_classifier()
         shell = read_shell(teacher.build(), str(init))
         if not has_classes(teacher, classes):
-            shell = dataclasses.replace(shell, num_classes=0)  # then the student's head is new
+            shell = dataclasses.replace(shell, num_classes=0)  # the student gets a new head
         student, _ = super().build_model(params, classes, None, where)
         if not isinstance(student, T5) or student.inner == "softmax":
             raise UserError(
@@ -45,7 +45,7 @@ class Linearize(Classify):
     def build_task(self, datasets: Datasets, params: LinearizeParams, **parts: Any) -> Any:
         from .task import Linearization
 
-        # the model is as it was built, also where a run continues: its state is read later
+        # the model has its initial weights here even when a run resumes: the saved state is loaded later
         start = copy.deepcopy(parts["model"]).cpu()
         shared = {
             "transform": params.transform,
@@ -57,7 +57,7 @@ class Linearize(Classify):
         return Linearization(start=start, **rates, **shared, **parts)
 
     def summarise(self, task: Any, last: Mapping[str, float]) -> dict[str, Any]:
-        """The metrics of a classifier, and `untrained_top1_percent` of the student before its first step."""
+        """Return the metrics of a classifier, and `untrained_top1_percent` of the student before its first step."""
         untrained = task.evaluate(task.start.to(task.device).eval(), task.reported_split)
         return super().summarise(task, last) | {"untrained_top1_percent": untrained["top1_percent"]}
 

@@ -1,4 +1,4 @@
-"""Linearisation for the engine: classification with two rates, as new parameters have more to learn."""
+"""The training task of linearisation: classification with a second, higher learning rate for new parameters."""
 
 from typing import Any
 
@@ -11,9 +11,10 @@ from ..classification.task import Classification
 
 
 class Linearization(Classification):
-    """The training of a student.
+    """Training of a student.
 
     Args:
+        start: the student before its first step, on the CPU.
         new_lr_factor, decay_all: see `LinearizeParams`.
         parts: see `Classification`.
     """
@@ -23,7 +24,7 @@ class Linearization(Classification):
         self.start, self.new_lr_factor, self.decay_all = start, new_lr_factor, decay_all
 
     def build_optimizer(self, params: OptimParams) -> torch.optim.Optimizer:
-        """Parameters that a softmax model lacks have `new_lr_factor` times the rate."""
+        """Build the optimiser; parameters that a softmax model lacks have `new_lr_factor` times the learning rate."""
         new = self.model.new_parameters()
         return build_optimizer(
             self.model, params, self.batch_size, new=new, new_factor=self.new_lr_factor, decay_all=self.decay_all

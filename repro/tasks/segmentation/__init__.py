@@ -1,1 +1,1 @@
-"""Semantic segmentation: UperNet on the maps of an adapter, on ADE20K. The one package that imports mmsegmentation."""
+"""Semantic segmentation: UperNet on the maps of an adapter, on ADE20K. Only this package imports mmsegmentation."""

@@ -1,4 +1,4 @@
-"""Segmentation samples: pairs of ADE20K's format, resized and augmented by mmsegmentation's own steps."""
+"""Segmentation samples: pairs in ADE20K's format, resized and augmented by mmsegmentation's own transforms."""
 
 import numpy as np
 import torch
@@ -11,34 +11,40 @@ from ...data.loader import make_marks, own_randomness
 from .openmmlab import cv2, mmcv, transforms
 from .params import SegmentationTransformSettings
 
-IGNORED = 255  # the label of pixels that count neither in the loss nor in the metrics
+IGNORED = 255  # label of pixels that neither the loss nor the metrics count
 Batch = tuple[Tensor, Tensor]  # uint8 images (B, 3, H, W), uint8 label maps (B, H, W)
-_MULTIPLE = 32  # of the sides of an image that is evaluated
+_MULTIPLE = 32  # divisor of the sides of an image in evaluation
 
 
 class AdeSegmentation(Dataset):
-    """Images and label maps. Items are asked for by (epoch, index), and augmented by these and the seed.
+    """Images and label maps. Items are indexed by (epoch, index), which with the seed determine the augmentation.
 
-    A pair that cannot be read, or does not fit together, ends the run.
+    A pair that cannot be read, or whose parts do not match, ends the run.
 
     Args:
-        pairs: of a split; their values 1..K become classes 0..K-1, and 0 becomes `IGNORED`.
+        pairs: one split; label values 1..K become classes 0..K-1, and 0 becomes `IGNORED`.
+        settings: sizes and random changes.
+        training: whether to crop and augment.
+        seed: of the random changes.
     """
 
     def __init__(self, pairs: AdePairs, settings: SegmentationTransformSettings, *, training: bool, seed: int = 0):
         self.pairs, self.training, self.seed = pairs, training, seed
         self._steps = mmcv.transforms.Compose(_training_steps(settings) if training else _evaluation_steps(settings))
-        # one flag per pair, set by the process that reads it
+        # one flag per pair, shared with the worker processes that set it
         self._unreadable = make_marks(len(pairs))
-        cv2.setNumThreads(0)  # the loading processes are what runs in parallel
+        cv2.setNumThreads(0)  # the worker processes are the parallelism
 
     def __len__(self) -> int:
         return len(self.pairs)
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """(image, label map), uint8: in training (3, S, S) and (S, S) with S the crop's side.
+        """Return (image, label map), uint8: in training (3, S, S) and (S, S), where S is the crop's side.
 
-        In evaluation the image is (3, H, W) with H and W multiples of 32, the label map (h, w) as its file.
+        In evaluation the image is (3, H, W) with H and W multiples of 32, and the label map is (h, w) as in its file.
+
+        Raises:
+            UserError: the pair cannot be read, or its parts do not match.
         """
         epoch, index = key
         try:
@@ -55,21 +61,21 @@ class AdeSegmentation(Dataset):
         return _to_tensor(results["img"]), torch.from_numpy(np.ascontiguousarray(results.get("gt_seg_map", labels)))
 
     def collate(self, samples: list[tuple[Tensor, Tensor]]) -> Batch:
-        """Samples of one size as a batch; those of evaluation come one by one."""
+        """Stack samples of one size; in evaluation a batch is one sample."""
         return tuple(default_collate(samples))
 
     def name(self, index: int) -> str:
-        """An image's file name."""
+        """Return an image's file name."""
         return self.pairs.name(index)
 
     def require_readable(self) -> None:
-        """Raise again what was wrong with a pair that could not be read."""
+        """Read again the pairs that failed in a worker process, to raise their UserError in this one."""
         for index in self._unreadable.nonzero().flatten().tolist():
             self.pairs.read(index)
 
 
 def resize(image: Tensor, settings: SegmentationTransformSettings) -> Tensor:
-    """A picture, uint8 (3, h, w), at the size that a model is evaluated at, (3, H, W) with H and W multiples of 32."""
+    """Resize a picture, uint8 (3, h, w), as in evaluation, to (3, H, W) with H and W multiples of 32."""
     return _to_tensor(
         mmcv.transforms.Compose(_evaluation_steps(settings))({"img": _turned(image.permute(1, 2, 0).numpy())})["img"]
     )
@@ -84,8 +90,8 @@ def _evaluation_steps(settings: SegmentationTransformSettings) -> list:
 
 def _training_steps(settings: SegmentationTransformSettings) -> list:
     size = (settings.crop_size, settings.crop_size)
-    # the published recipe pads with 0 after it has normalised; the bytes that become 0 there, to within 0.01, are the
-    # rounded mean
+    # the published recipe pads with 0 after normalisation; here the padding is the byte that normalisation maps to 0,
+    # within 0.01: the rounded mean
     filling = {"img": tuple(round(255 * mean) for mean in reversed(settings.mean)), "seg": IGNORED}
     return [
         mmcv.transforms.RandomResize(
@@ -99,7 +105,7 @@ def _training_steps(settings: SegmentationTransformSettings) -> list:
 
 
 def _turned(image: np.ndarray) -> np.ndarray:
-    """(H, W, 3), red first, to OpenCV's blue first, or back."""
+    """Reverse the channel order of (H, W, 3), between RGB and OpenCV's BGR."""
     return np.ascontiguousarray(image[..., ::-1])
 
 

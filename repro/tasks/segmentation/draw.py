@@ -1,4 +1,4 @@
-"""The user's own pictures: what a model sees in them, and a drawing of it."""
+"""Prediction and drawing of a segmenter on the user's own pictures."""
 
 import math
 from collections.abc import Sequence
@@ -18,24 +18,25 @@ from .task import label_map
 
 _FEW = list_colours()
 _MANY = [tuple(colour) for colour in mmseg.datasets.ADE20KDataset.METAINFO["palette"]]
-_LEGIBLE = 512  # pixels of the short side from which on there is room for a legend
+_LEGIBLE = 512  # short side in pixels from which there is room for a legend
 _FONT_PX = 16
 _ROW_PX = 22
 
 
 def predict(model: mmseg.models.EncoderDecoder, image: Tensor, settings: SegmentationTransformSettings) -> Tensor:
-    """The class of every pixel of a picture, uint8 (3, h, w), by a model in eval mode: (h, w) int64 on the CPU."""
+    """Predict the class of every pixel of a picture, uint8 (3, h, w), in eval mode: (h, w) int64 on the CPU."""
     device = next(model.parameters()).device
     return label_map(model, ToInput(settings, device)(resize(image, settings)[None]), tuple(image.shape[1:])).cpu()
 
 
 def draw(image: Tensor, labels: Tensor, names: Sequence[str], min_share: float = 0.002) -> Image.Image:
-    """A picture under the colours of its classes, enlarged where it is small, and a legend at its right side.
+    """Draw the colours of the classes over a picture, enlarged where it is small, with a legend at its right.
 
     Args:
         image: uint8 (3, h, w).
-        labels: (h, w) integers: indices into `names`, or `IGNORED`, which is left as it is.
-        min_share: classes that cover less of the picture are coloured, but not in the legend.
+        labels: (h, w) integers: indices into `names`, or `IGNORED`, which is not coloured.
+        names: of the classes.
+        min_share: smallest share of the picture for a class in the legend.
     """
     factor = max(1, math.ceil(_LEGIBLE / min(image.shape[1:])))
     found, counts = labels[labels != IGNORED].unique(return_counts=True)

@@ -1,4 +1,4 @@
-"""This project's backbones in mmsegmentation's registry, for configs like `docs/examples/upernet_vittt_tiny_ade20k.py`."""
+"""This project's backbones in mmsegmentation's registry, as in `docs/examples/upernet_vittt_tiny_ade20k.py`."""
 
 from pathlib import Path
 
@@ -11,18 +11,20 @@ from .openmmlab import mmengine, mmseg
 
 @mmseg.registry.MODELS.register_module()
 class VitttAdapter(mmengine.model.BaseModule):
-    """A backbone as a pyramid of maps, in a config `backbone=dict(type="VitttAdapter", name="vittt_tiny_patch16_224",
-    ...)`.
+    """A backbone as a pyramid of maps, for a config `backbone=dict(type="VitttAdapter", name=..., ...)`.
 
     Args:
-        name: a registered model; a plain one gets a ViT-Adapter, a hierarchical one has its own maps.
+        name: a registered model, e.g. `vittt_tiny_patch16_224`; a plain one gets a ViT-Adapter, a hierarchical one has
+            its own maps.
+        options: of the model, see `build_pyramid`.
         final_norm: see `repro.models.adapter.ViTAdapter`.
-        drop_path_rate: of the adapter, and of the backbone's last block, to which the rates rise linearly from 0.
-        weights: of the backbone: a file of `repro pretrain`, an official one, or one that timm can load.
+        drop_path_rate: of the adapter and of the backbone's last block; the blocks' rates rise linearly from 0.
+        freeze_backbone: train only the adapter.
+        weights: the backbone's: a file of `repro pretrain`, an official one, or one that timm can load.
 
     Raises:
-        ValueError: an unknown model, or one that does not fit.
-        UserError: weights that do not fit.
+        ValueError: the model is unknown or does not fit.
+        UserError: the weights do not fit.
     """
 
     def __init__(
@@ -42,8 +44,8 @@ class VitttAdapter(mmengine.model.BaseModule):
             load_backbone(self.adapter, open_weights(Path(weights), model=name))
 
     def init_weights(self) -> None:
-        """Do nothing: everything was initialised or loaded by the constructor, and mmengine calls this later."""
+        """Do nothing: the constructor initialised or loaded everything, and mmengine calls this later."""
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """Normalised images (B, 3, H, W) -> maps of strides 4, 8, 16 and 32; see `repro.models.pyramid.Pyramid`."""
+        """Map normalised images (B, 3, H, W) to maps of strides 4, 8, 16 and 32; see `repro.models.pyramid.Pyramid`."""
         return tuple(self.adapter(images))

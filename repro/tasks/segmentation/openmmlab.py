@@ -1,4 +1,4 @@
-"""What is used of mmsegmentation, mmcv and mmengine: in one place, because they print and warn while they are imported."""
+"""Imports from mmsegmentation, mmcv and mmengine in one place, since they print and warn while they are imported."""
 
 import contextlib
 import warnings
@@ -9,7 +9,7 @@ from ...core.errors import INSTALL, UserError
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without mmsegmentation's prints and warnings."""
+    """Suppress the prints and warnings of mmsegmentation."""
     with warnings.catch_warnings(), contextlib.redirect_stdout(None):
         warnings.simplefilter("ignore")
         yield
@@ -27,7 +27,7 @@ try:
         import mmseg.registry
         import mmseg.structures
         from mmseg.datasets import transforms
-except ImportError as error:  # among them: OpenCV's build for desktops without the libraries of one
+except ImportError as error:  # also raised by OpenCV's desktop build where its system libraries are missing
     raise UserError(f"segmentation needs mmsegmentation and OpenCV, and {error}: {INSTALL}") from error
 
 __all__ = ["cv2", "mmcv", "mmengine", "mmseg", "quiet", "transforms"]

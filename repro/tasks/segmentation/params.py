@@ -1,4 +1,4 @@
-"""The parameters of a segmenter's training. Imports nothing heavy: the stages need them for `--help`."""
+"""Parameters of a segmenter's training. Imports nothing heavy: the stages need them for `--help`."""
 
 import dataclasses
 from typing import Annotated
@@ -10,13 +10,15 @@ from ..dense.base import DenseParams
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UperNetParams:
-    """The network behind the adapter and its losses; Vision-RWKV's, ViT-Adapter's and Swin's by default.
+    """UperNet and its losses; the defaults are those of Vision-RWKV, ViT-Adapter and Swin.
 
     Args:
-        aux_channels: width of the auxiliary FCN head, which is used in training alone.
+        channels: width of the UPerHead.
+        aux_channels: width of the auxiliary FCN head, which is used only in training.
         pool_scales: sides of the maps of the pyramid pooling.
-        dropout: of whole channels, in front of both classifiers.
-        class_weights: of the classes in both losses, one for each; null: all count alike.
+        dropout: probability of dropping a channel before both classifiers.
+        aux_weight: weight of the auxiliary loss.
+        class_weights: one weight for each class in both losses; null: equal weights.
     """
 
     channels: int = bounded(512, ge=1)
@@ -29,17 +31,16 @@ class UperNetParams:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SegmentationTransformSettings:
-    """How an image and its label map become a training sample, and how an image is cut into windows for evaluation.
+    """Resizing and augmentation of images and label maps, and the sliding windows of evaluation.
 
     Args:
-        scale: [long, short]; an image is resized, its ratio kept, to the largest size whose sides do not exceed these.
+        scale: [long, short]; an image is resized, keeping its aspect ratio, to the largest size within these sides.
         ratio: [smallest, largest]; in training `scale` is first multiplied by a number drawn from this range.
         crop_size: side of the random training crop and of the windows of evaluation, in pixels.
-        stride: from one window to the next, in pixels; null for the whole image at once, as in Swin's recipe.
-        cat_max_ratio: a crop is drawn again, ten times at most, while one class takes this share of its labelled
-            pixels.
+        stride: distance from one window to the next, in pixels; null for the whole image at once, as in Swin's recipe.
+        cat_max_ratio: a crop is drawn again, at most ten times, while one class has this share of its labelled pixels.
         hflip: probability of a horizontal flip; 0 where left and right differ, as for digits.
-        photometric: whether brightness, contrast, saturation and hue are changed at random, as mmsegmentation's recipes
+        photometric: whether to change brightness, contrast, saturation and hue at random, as mmsegmentation's recipes
             do.
         mean, std: per channel (red, green, blue), of values in [0, 1].
     """
@@ -69,7 +70,8 @@ class SegmentParams(DenseParams):
     """A cell of `segment:`.
 
     Args:
-        transform: how an image and its label map are resized, cropped and varied, and the windows of the evaluation.
+        upernet: sizes and losses of the heads.
+        transform: resizing, augmentation, and the windows of evaluation.
     """
 
     upernet: UperNetParams = UperNetParams()

@@ -1,4 +1,4 @@
-"""Segmentation for the training code and for `repro predict`. Imports nothing heavy at the top."""
+"""The segmentation task for training and for `repro predict`. Imports nothing heavy at the top."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -49,7 +49,7 @@ class Segment(DenseSpec):
         return scores | iou | describe_confusion(task.classes, task.confusion, "pixels")
 
     def score_baseline(self, baseline: Any, task: Any, instances: Any) -> dict[str, float]:
-        """Pixels outside the objects get the commonest other class of the training images."""
+        """Score the baseline; pixels outside the objects get the most frequent other class of the training images."""
         import numpy as np
         import torch
 
@@ -59,9 +59,10 @@ class Segment(DenseSpec):
         train, judged = (loader.dataset.pairs for loader in (task.train, task.held_out[task.reported_split]))
         objects = len(instances.classes)
         counts = sum(np.bincount(train.read(index)[1].ravel(), minlength=IGNORED + 1) for index in range(len(train)))
-        background = int(counts[objects + 1 :].argmax()) + objects  # the first classes are the objects
+        background = int(counts[objects + 1 :].argmax()) + objects  # the objects are the first classes
 
         def label_map(image: Any, size: tuple[int, int]) -> Any:
+            # the baseline's labels begin at 1, and those of a label map at 0
             return baseline.label_map(image[0], background + 1) - 1
 
         def batches() -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Semantic segmentation: the two heads' losses, and mIoU of what sliding windows predict."""
+"""The training task of semantic segmentation: the two heads' losses, and mIoU of sliding-window predictions."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -18,12 +18,14 @@ from .params import SegmentationTransformSettings
 
 
 class Segmentation(Task):
-    """A model of `build_upernet`; held-out images come one at a time.
+    """Training of a model of `build_upernet`; held-out images come one at a time.
 
-    `class_iou_percent` has the IoU of each class at the last evaluation, None for a class that is in no label and in no
-    prediction; `confusion` counts its pixels, see `score_areas`.
+    `class_iou_percent` has the IoU of each class at the last evaluation, None for a class that occurs in neither labels
+    nor predictions; `confusion` counts its pixels, see `score_areas`.
 
     Args:
+        transform: normalisation of the images.
+        classes: names of the classes.
         model, train, held_out, shared: see `Task`.
     """
 
@@ -43,7 +45,10 @@ class Segmentation(Task):
         self.confusion: list[list[int]] = []
 
     def loss(self, network: mmseg.models.EncoderDecoder, batch: Batch) -> dict[str, Tensor]:
-        """Both heads' cross-entropies, the auxiliary one weighted, their sum, and UperNet's share of right pixels."""
+        """Compute both heads' cross-entropies, the auxiliary one weighted, and their sum.
+
+        `accuracy_percent` is UperNet's pixel accuracy.
+        """
         labels = batch[1].to(self.device, non_blocking=True).long()
         samples = [
             mmseg.structures.SegDataSample(gt_sem_seg=mmengine.structures.PixelData(data=label[None]))
@@ -59,11 +64,11 @@ class Segmentation(Task):
         }
 
     def split(self, batch: Batch, parts: int) -> list[Batch]:
-        """A batch in equal parts.
+        """Split a batch into equal parts.
 
         Raises:
-            UserError: parts of one image on one process, since pyramid pooling leaves batch norm a single value of one
-                image.
+            UserError: a part would be a single image on a single process: pyramid pooling then leaves batch norm one
+                value.
         """
         if len(batch[0]) == parts and self.ranks.world_size == 1:
             raise UserError(
@@ -72,7 +77,7 @@ class Segmentation(Task):
         return super().split(batch, parts)
 
     def evaluate(self, model: mmseg.models.EncoderDecoder, split: str) -> dict[str, float]:
-        """Mean IoU, mean accuracy and pixel accuracy in percent over a whole split, whatever the number of ranks."""
+        """Compute mean IoU, mean accuracy and pixel accuracy in percent over a whole split, on any number of ranks."""
 
         def predict(image: Tensor, size: tuple[int, int]) -> Tensor:
             return label_map(model, self.to_input(image), size)
@@ -84,8 +89,10 @@ class Segmentation(Task):
 
 @torch.inference_mode()
 def label_map(model: mmseg.models.EncoderDecoder, inputs: Tensor, size: tuple[int, int]) -> Tensor:
-    """Classes (h, w), int64, of an image: logits of sliding windows averaged, or of the whole image, resized bilinearly
-    to `size`, the largest taken.
+    """Predict the classes (h, w) int64 of an image.
+
+    The logits of sliding windows are averaged, or those of the whole image are taken; they are resized bilinearly to
+    `size` before the argmax.
 
     Args:
         model: of `build_upernet`, in eval mode.
@@ -102,19 +109,19 @@ def score_areas(
     num_classes: int,
     ranks: Ranks = Ranks(),
 ) -> tuple[dict[str, float], list[float | None], list[list[int]]]:
-    """mmsegmentation's metrics over all images: a class's IoU and accuracy are quotients of summed areas.
+    """Compute mmsegmentation's metrics over all images: IoU and accuracy of a class are quotients of summed areas.
 
     Args:
         predict: image uint8 (1, 3, H, W) and a size (h, w) -> classes (h, w), integers.
-        batches: images one by one, with label maps (1, h, w) of the size at which the prediction is judged; on several
-            ranks each one's share.
+        batches: single images, with label maps (1, h, w) of the size of the prediction; on several ranks each one's
+            share.
         num_classes: labels are 0 to num_classes - 1, or `IGNORED`.
-        ranks: over which the areas are added up.
+        ranks: whose areas are summed.
 
     Returns:
         `miou_percent`, `macc_percent` (means over the classes that occur), `aacc_percent` (over pixels) and
-        `held_out_images`; the IoU of each class in percent, None where it occurs neither in labels nor in predictions;
-        and the number of pixels of each class that were predicted as each class.
+        `held_out_images`; the IoU of each class in percent, None where it occurs in neither labels nor predictions; and
+        the pixel counts (true class, predicted class).
     """
     areas, images = torch.zeros(4, num_classes, dtype=torch.float64), 0
     pixels = torch.zeros(num_classes**2, dtype=torch.float64)
@@ -127,7 +134,7 @@ def score_areas(
         images += 1
     *sums, images = ranks.sum([*areas.flatten().tolist(), *pixels.tolist(), images])
     sums, counts = sums[: areas.numel()], torch.tensor(sums[areas.numel() :]).long().view(num_classes, num_classes)
-    # intersection, union, predicted, labelled
+    # summed areas: intersection, union, predicted, labelled
     found = mmseg.evaluation.IoUMetric.total_area_to_metrics(*torch.tensor(sums, dtype=torch.float64).view(4, -1))
     means = {"miou_percent": "IoU", "macc_percent": "Acc", "aacc_percent": "aAcc"}
     metrics = {name: 100 * float(np.nanmean(found[key])) for name, key in means.items()}

@@ -1,4 +1,4 @@
-"""mmsegmentation's UperNet: its heads on four feature maps, its losses, its inference by windows."""
+"""mmsegmentation's UperNet: its heads on four feature maps, its losses, its sliding-window inference."""
 
 from torch import nn
 
@@ -12,28 +12,29 @@ _AUX_MAP = 2  # stride 16
 
 
 class UperNet(DenseModel, mmseg.models.EncoderDecoder):
-    """mmsegmentation's model, with the backbone's rules for the optimiser."""
+    """mmsegmentation's model, with the backbone's parameter groups for the optimiser."""
 
 
 def build_upernet(
     backbone: nn.Module, params: UperNetParams, *, num_classes: int, window: int, stride: int | None
 ) -> UperNet:
-    """UPerHead on all four maps and, for training, FCNHead on the map of stride 16.
+    """Build UPerHead on all four maps and, for training, FCNHead on the map of stride 16.
 
     Called with normalised images (B, 3, H, W), the model returns logits (B, num_classes, H/4, W/4). Called with
     `mode="loss"` and the label maps, it returns the losses of both heads: the cross-entropy of the logits, upsampled
-    bilinearly to the label map. Without `class_weights` it is averaged over ALL its pixels, where those with the label
-    `IGNORED` count as 0; with them over the labelled ones, each counted by the weight of its class. The auxiliary loss
-    is multiplied by `aux_weight`. `predict` averages the logits of overlapping windows; an image smaller than a window
-    is one window. Without a `stride` it takes the whole image at once.
+    bilinearly to the label map. Without `class_weights` this is averaged over ALL pixels, where those with the label
+    `IGNORED` count as 0; with them, over the labelled pixels, weighted by class. The auxiliary loss is multiplied by
+    `aux_weight`. `predict` averages the logits of overlapping windows; an image smaller than a window is one window.
+    Without a `stride` it takes the whole image at once.
 
     Args:
-        backbone: a `repro.models.pyramid.Pyramid`; it is used as it is.
+        backbone: a `repro.models.pyramid.Pyramid`; it is used without a copy.
+        params: sizes and losses of the heads.
         num_classes: number of classes, without `IGNORED`.
         window, stride: side of the windows, and distance from one to the next, in pixels; None for no windows.
 
     Raises:
-        UserError: another number of class weights than of classes.
+        UserError: the number of class weights is not that of the classes.
     """
     weights = params.class_weights
     if weights is not None and len(weights) != num_classes:
@@ -59,6 +60,6 @@ def build_upernet(
             test_cfg=mmengine.config.ConfigDict(windows),
         )
     for head in (model.decode_head, model.auxiliary_head):
-        # the classifiers, N(0, 0.01); the model's init_weights would also change the backbone
+        # initialises only the classifiers, N(0, 0.01); the model's own init_weights would also change the backbone
         mmengine.model.initialize(head, head.init_cfg)
     return model
