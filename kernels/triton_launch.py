@@ -34,8 +34,9 @@ MOST_READY = 4096  # some ten a layout of images; at more, all are forgotten, an
 KEEP_CHOICES = True
 
 
+@functools.cache
 def require_cache() -> None:
-    """Let Triton keep what it compiles in a folder of this process where its own cannot be made, as in a read-only home."""
+    """Give Triton a cache folder of this process, with a warning, where its own cannot be written (a read-only home)."""
     try:
         os.makedirs(triton.knobs.cache.dir, exist_ok=True)
         writable = os.access(triton.knobs.cache.dir, os.W_OK)
@@ -46,10 +47,6 @@ def require_cache() -> None:
         why = f"{triton.knobs.cache.dir} cannot be written; kernels are compiled into {folder}, anew in each process"
         warnings.warn(f"{why}. TRITON_CACHE_DIR names another folder", stacklevel=2)
         triton.knobs.cache.dir = folder
-
-
-if not INTERPRETED:
-    require_cache()
 
 
 def dtype_obstacle(leading: str, dtype: torch.dtype, dtypes: Sequence[torch.dtype]) -> str | None:
@@ -113,6 +110,7 @@ def launch(
             values = [*arguments.values(), *config.kwargs.values()]
             _run(compiled, (*size, 1, 1)[:3], [values[place] for place in places])
             return
+        require_cache()
         dtypes = (x.dtype for x in arguments.values() if isinstance(x, torch.Tensor))
         key = kernel, device, sizes, *dtypes, *map(arguments.get, TUNING_KEYS)
         config = config or (candidates(*sizes)[0] if is_fixed else CHOSEN.get(key))

@@ -141,9 +141,14 @@ class EvalOrder:
     """Every sample exactly once over all ranks, in order; arguments as for `TrainOrder`.
 
     The last batch may be smaller than `batch_size`, and the ranks' numbers of samples may differ by one.
+
+    Raises:
+        UserError: there are fewer samples than ranks.
     """
 
     def __init__(self, size: int, batch_size: int, rank: int = 0, world_size: int = 1):
+        if size < world_size:  # a rank without a batch would know neither the losses' names nor the number of classes
+            raise UserError(f"{size} held-out image(s) for {world_size} processes; start at most {size}")
         self._mine = range(rank, size, world_size)
         self._batch_size = batch_size
 

@@ -237,9 +237,9 @@ def _read_split(folder: Path, kind: Kind, report: Reporter) -> tuple[tuple[str, 
         report.error(folder, "no such folder", f"take {root / inside} as the root" if inside else _advise_layout(kind))
         return None
     entries = list_entries(folder, report, _suffixes_of(kind))
-    archives = [folder / name for name in entries.others if name.endswith(".tar")]
+    archives = [folder / name for name in entries.others if name.lower().endswith(".tar")]
     if archives and not entries.folders and not entries.images:
-        _warn_of_others(folder, [name for name in entries.others if not name.endswith(".tar")], report)
+        _warn_of_others(folder, [name for name in entries.others if not name.lower().endswith(".tar")], report)
         return _read_archives(archives, report, kind)
     if entries.images:
         report.error(folder, f"holds {count(len(entries.images), 'image')} outside of class folders", kind.sorting)

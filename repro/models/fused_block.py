@@ -31,7 +31,6 @@ from . import fused_launches, fused_loops
 from .as_built import Built, are_as_built, built_conv, is_watched
 from .fused_launches import BlockWeights, LaunchConstants, Masks, arrange, arrange_taps, run_launches
 from .fused_loops import LoopConstants, run_loops
-from .fused_training import run_node
 
 Grid = tuple[int, int]
 _LAUNCHES = LaunchConstants, run_launches, fused_launches.OPERATOR
@@ -173,6 +172,8 @@ def forward(block: Any, tokens_BTD: Tensor, grid: Grid, backend: str) -> Tensor:
     T, dtype = tokens_BTD.shape[1], product_dtype(tokens_BTD)
     eps = [block.norm1.eps, block.mixer.eps, block.mixer.post_norm.eps, block.norm2.eps]
     if kind is LaunchConstants and may_be_node([tokens_BTD]):
+        from .fused_training import run_node  # it imports Triton
+
         masks = _draw_masks(block, tokens_BTD, dtype)
         return run_node(tokens_BTD, read_weights(block, T), grid[0], eps, dtype, masks)
     given = tokens_BTD, find_constants(block, T, kind), grid[0], eps

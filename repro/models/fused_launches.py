@@ -115,6 +115,62 @@ def arrange_taps(known: LaunchConstants) -> LaunchConstants:
     return known._replace(grid_weight=grid, k_weight=k, q_weight=q)
 
 
+class Operators(NamedTuple):
+    """The steps of a block as operators, which autograd, compilers and transforms know."""
+
+    backend: str
+
+    def conv_norm(self, given: ConvNorm) -> tuple[Tensor, Tensor]:
+        """Return the stream and its norm, both (B,T,D)."""
+        stream, x = CONV_NORM(given, self.backend).unbind(0)
+        return stream, x
+
+    def project(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """Return gate, sources of keys and queries, values and learning rates (B,T,5D+P), see `split`."""
+        return F.linear(x, weight, bias)
+
+    def scan_convs(self, given: ScanConvs) -> Tensor:
+        """Return keys and queries, (2,B,T,2D)."""
+        return SCAN_CONVS(given, self.backend)
+
+    def scan(self, given: Arguments) -> Tensor:
+        """Return the learner's output (B,T,2,H,d)."""
+        return TTT_LINEAR(given, self.backend)
+
+    def gated_norm(self, given: GatedNorm) -> Tensor:
+        """Return the input of the output projection (B,T,D)."""
+        return GATED_NORM(given, self.backend)
+
+    def norm(self, stream: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        """Return the LayerNorm of the stream (B,T,D) in the dtype of the products."""
+        if torch.compiler.is_compiling() or not may_be_opaque([stream]):
+            return F.layer_norm(stream, weight.shape, weight, bias, eps).to(dtype)
+        from kernels.around.triton_fwd import norm
+
+        return norm(stream, weight, bias, eps, dtype)
+
+    def gated_linear(self, given: GatedLinear) -> Tensor:
+        """Return SwiGLU's hidden units, and columns of ones (B,T,F+8)."""
+        return GATED_LINEAR(given, self.backend)
+
+    def add_product(self, stream: Tensor, x: Tensor, weight: Tensor, mask: Tensor | None) -> Tensor:
+        """Return stream + mask · x Wᵀ, in the place of the stream where no gradient is wanted."""
+        return add_product(stream, x, weight, mask, in_place=not torch.is_grad_enabled())
+
+
+def add_product(stream: Tensor, x: Tensor, weight: Tensor, mask: Tensor | None, in_place: bool) -> Tensor:
+    """Return stream + mask · x Wᵀ (B,T,D).
+
+    It is one launch, and in the place of the stream if asked. Where samples drop the branch, or the stream is of a higher
+    precision, it is a product and a sum.
+    """
+    if mask is not None or x.dtype != stream.dtype or x.dtype != weight.dtype:
+        product = F.linear(x, weight)
+        return stream + (product if mask is None else product * mask)
+    add = Tensor.addmm_ if in_place else torch.addmm
+    return add(stream.flatten(0, 1), x.flatten(0, 1), weight.T).view_as(stream)
+
+
 def run_launches(
     tokens_BTD: Tensor,
     constants: Sequence[Tensor],
@@ -125,62 +181,67 @@ def run_launches(
 ) -> Tensor:
     """Compute a block of tokens (B,T,D) by its `LaunchConstants` and the eps of norm1, learner, post_norm and norm2.
 
-    The operators get what was made for them, unchecked: checks take a host as long as the launches.
+    The operators do not check these arguments: checks would take a host as long as the launches.
     """
-    known, (eps1, learner_eps, post_eps, eps2) = LaunchConstants(*constants), eps
-    first, second = masks or (None, None)
-    given = ConvNorm(tokens_BTD, known.grid_weight, known.norm1_weight, known.norm1_bias, height, eps1)
-    stream, x = CONV_NORM(given, backend).unbind(0)
-    y = _mix(known, x, learner_eps, post_eps, backend)
-    stream = _add_product(stream, y, known.out_weight, first)
+    return run_steps(Operators(backend), tokens_BTD, LaunchConstants(*constants), height, eps, masks)
+
+
+def run_steps(
+    steps: Any, tokens_BTD: Tensor, known: LaunchConstants, height: int, eps: Sequence[float], masks: Masks
+) -> Tensor:
+    """Compute a block as `run_launches`, by steps with the methods of `Operators`."""
+    (eps1, learner_eps, post_eps, eps2), (first, second) = eps, masks or (None, None)
+    stream, x = steps.conv_norm(gather_conv_norm(known, tokens_BTD, height, eps1))
+    y = _mix(steps, known, x, learner_eps, post_eps)
+    stream = steps.add_product(stream, y, known.out_weight, first)
     del y
-    x = _normalise(known, stream, x.dtype, eps2)
-    hidden = GATED_LINEAR(GatedLinear(x, known.up_weight, known.up_bias), backend)
-    return _add_product(stream, hidden, known.down_weight, second)
+    x = steps.norm(stream, known.norm2_weight, known.norm2_bias, eps2, x.dtype)
+    hidden = steps.gated_linear(GatedLinear(x, known.up_weight, known.up_bias))
+    return steps.add_product(stream, hidden, known.down_weight, second)
 
 
-def _mix(known: LaunchConstants, x_BTD: Tensor, eps: float, post_eps: float, backend: str) -> Tensor:
-    """What the mixer's output projection gets. Its intermediate results, most of a block's memory, end with it."""
-    D = x_BTD.shape[-1]
-    projected = F.linear(x_BTD, known.in_weight, known.in_bias)
-    gate, shared, v, rates = projected.split([D, 2 * D, 2 * D, projected.shape[-1] - 5 * D], -1)
-    z = _scan(known, shared, v, rates, eps, backend).flatten(3)
-    return GATED_NORM(GatedNorm(z, gate, known.post_norm_weight, known.post_norm_bias, post_eps), backend)
+def _mix(steps: Any, known: LaunchConstants, x_BTD: Tensor, eps: float, post_eps: float) -> Tensor:
+    """Return the input of the output projection.
 
-
-def _scan(known: LaunchConstants, shared: Tensor, v: Tensor, rates: Tensor, eps: float, backend: str) -> Tensor:
-    """(B,T,2,H,d), of what keys and queries are made of and v, both (B,T,2D), and the rates' logits (B,T,H or more)."""
-    (_, H, d), scale = known.b0.shape, known.token_scale
-    state = known.W0, known.b0, known.gamma, known.mu
-    taps = known.k_weight, known.k_bias, known.q_weight, known.q_bias
-    k, q = SCAN_CONVS(ScanConvs(shared, *taps), backend).unbind(0)
-    q, k, v = (each.unflatten(-1, (2, H, d)) for each in (q, k, v))
-    lr = torch.sigmoid(rates[..., :H].float())
-    return TTT_LINEAR(Arguments(q, k, v, lr, scale, *state, scale.shape[1], [False, True], eps), backend)
-
-
-def _add_product(stream_BTD: Tensor, x: Tensor, weight: Tensor, mask: Tensor | None) -> Tensor:
-    """stream + x Wᵀ: in one launch, in place, where no gradient is wanted.
-
-    Else it is a copy and a product. It is a product and a sum where samples drop the branch, and where the stream is of
-    a higher precision.
+    The intermediate results, most of a block's memory, are freed when it returns.
     """
-    if mask is not None or x.dtype != stream_BTD.dtype or x.dtype != weight.dtype:
-        product = F.linear(x, weight)
-        return stream_BTD + (product if mask is None else product * mask)
-    rows = stream_BTD.flatten(0, 1)
-    add = torch.addmm if torch.is_grad_enabled() else Tensor.addmm_
-    return add(rows, x.flatten(0, 1), weight.T).view_as(stream_BTD)
+    projected = steps.project(x_BTD, known.in_weight, known.in_bias)
+    z = _scan(steps, known, projected, eps)
+    return steps.gated_norm(gather_gated_norm(known, z, projected, post_eps))
 
 
-def _normalise(known: LaunchConstants, tokens_BTD: Tensor, dtype: torch.dtype, eps: float) -> Tensor:
-    """LayerNorm in the dtype of the products."""
-    weight, bias = known.norm2_weight, known.norm2_bias
-    if torch.compiler.is_compiling() or not may_be_opaque([tokens_BTD]):
-        return F.layer_norm(tokens_BTD, weight.shape, weight, bias, eps).to(dtype)
-    from kernels.around.triton_fwd import norm
+def _scan(steps: Any, known: LaunchConstants, projected: Tensor, eps: float) -> Tensor:
+    """Return the learner's output (B,T,2,H,d)."""
+    _, shared, _, rates = split(known, projected)
+    lr = torch.sigmoid(rates[..., : known.b0.shape[1]].float())
+    k, q = steps.scan_convs(gather_scan_convs(known, shared)).unflatten(-1, known.b0.shape).unbind(0)
+    return steps.scan(gather_scan(known, q, k, projected, lr, eps))
 
-    return norm(tokens_BTD, weight, bias, eps, dtype)
+
+def split(known: LaunchConstants, projected: Tensor) -> tuple[Tensor, ...]:
+    """Split the projection (B,T,5D+P) into views: gate (B,T,D), the sources of keys and queries and the values (B,T,2D),
+    and the rest, whose first H columns are the logits of the learning rates.
+    """
+    D, N = known.out_weight.shape[0], projected.shape[-1]
+    return projected.split_with_sizes([D, 2 * D, 2 * D, N - 5 * D], -1)
+
+
+def gather_conv_norm(known: LaunchConstants, tokens: Tensor, height: int, eps: float) -> ConvNorm:
+    return ConvNorm(tokens, known.grid_weight, known.norm1_weight, known.norm1_bias, height, eps)
+
+
+def gather_scan_convs(known: LaunchConstants, shared: Tensor) -> ScanConvs:
+    return ScanConvs(shared, known.k_weight, known.k_bias, known.q_weight, known.q_bias)
+
+
+def gather_scan(known: LaunchConstants, q: Tensor, k: Tensor, projected: Tensor, lr: Tensor, eps: float) -> Arguments:
+    v = split(known, projected)[2].unflatten(-1, known.b0.shape)
+    state, scale = (known.W0, known.b0, known.gamma, known.mu), known.token_scale
+    return Arguments(q, k, v, lr, scale, *state, scale.shape[1], [False, True], eps)
+
+
+def gather_gated_norm(known: LaunchConstants, z: Tensor, projected: Tensor, eps: float) -> GatedNorm:
+    return GatedNorm(z.flatten(3), split(known, projected)[0], known.post_norm_weight, known.post_norm_bias, eps)
 
 
 def _measure(shapes: list[Any]) -> tuple[int, int, int]:

@@ -1,8 +1,8 @@
 """A block of Vittt with gradients on a GPU, as one node of autograd.
 
-It launches what the operators of `fused_launches` launch, but a host pays for one node in place of twenty, and a gradient
-is written where the next product reads it: none is copied to be stacked. A compiler, a transform or a mode takes the
-operators; second derivatives take their formulas.
+It launches the kernels of `fused_launches`, but a host pays for one node in place of twenty, and each gradient is written
+where the next product reads it: none is copied to be stacked. Compilers, transforms and modes get the operators; second
+derivatives are computed by the formulas of the reference. This module imports Triton, so it is imported when it runs.
 
 Shape suffixes: B batch, T tokens, D width, H heads, d head dimension.
 """
@@ -14,15 +14,38 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.around import triton_bwd as around_bwd
+from kernels.around import triton_fwd as around
 from kernels.around.reference import ConvNorm, GatedLinear, GatedNorm, ScanConvs
 from kernels.dispatch import no_autocast
+from kernels.ttt_linear import triton_bwd as scan_bwd
+from kernels.ttt_linear import triton_phases as scan
 from kernels.ttt_linear.reference import Arguments
 
-from .fused_launches import BlockWeights, LaunchConstants, Masks, arrange, arrange_taps, run_launches
+from .fused_launches import (
+    BlockWeights,
+    LaunchConstants,
+    Masks,
+    add_product,
+    arrange,
+    arrange_taps,
+    gather_conv_norm,
+    gather_gated_norm,
+    gather_scan,
+    gather_scan_convs,
+    run_launches,
+    run_steps,
+    split,
+)
 
 
-class _Kept(NamedTuple):
-    """What the operators took and gave, for the way back."""
+class Kept(NamedTuple):
+    """The tensors of the forward pass that the backward pass reads.
+
+    x (B,T,D) and normed (B,T,D) are the norms before the mixer and the MLP, projected (B,T,5D+P) the mixer's projection,
+    k, q and z (B,T,2,H,d), lr (B,T,H), y (B,T,D) the input of the output projection, stream (B,T,D) that of norm2,
+    hidden (B,T,F+8) SwiGLU's.
+    """
 
     x: Tensor
     projected: Tensor
@@ -74,7 +97,7 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         tokens, *saved = ctx.saved_tensors
         parts: list[Any] = []
-        for kind in (BlockWeights, LaunchConstants, _Kept):
+        for kind in (BlockWeights, LaunchConstants, Kept):
             parts.append(kind(*saved[: len(kind._fields)]))
             saved = saved[len(kind._fields) :]
         weights, known, kept = parts
@@ -98,32 +121,54 @@ def _cast(known: LaunchConstants, dtype: torch.dtype) -> LaunchConstants:
 
 def run_forward(
     tokens: Tensor, known: LaunchConstants, height: int, eps: Sequence[float], masks: Masks, keep_states: bool
-) -> tuple[Tensor, _Kept]:
-    """The result, and what `run_backward` takes of the way to it."""
-    from kernels.around import triton_fwd as around
-    from kernels.ttt_linear import triton_phases as scan
+) -> tuple[Tensor, Kept]:
+    """Return a block's result (B,T,D), and the tensors that `run_backward` needs."""
+    steps = _Launches(known.in_weight.dtype, keep_states)
+    out = run_steps(steps, tokens, known, height, eps, masks)
+    return out, Kept(**steps.kept)
 
-    w, dtype = known, known.in_weight.dtype
-    first, second = masks or (None, None)
-    stream, x = torch.empty_like(tokens), torch.empty_like(tokens, dtype=dtype)
-    around.write_conv_norm(_gather_conv_norm(w, tokens, height, eps[0]), stream, x)
-    projected = F.linear(x, w.in_weight, w.in_bias)
-    _, shared, _, rates = _split(projected, w)
-    lr = torch.sigmoid(rates[..., : w.b0.shape[1]].float())
-    k, q = around.scan_convs(_gather_scan_convs(w, shared)).unflatten(-1, w.b0.shape).unbind(0)
-    z, states = scan.forward(_gather_scan(w, q, k, projected, lr, eps[1]), keep_states)
-    y = around.gated_norm(_gather_gated_norm(w, z, projected, eps[2]))
-    if first is None and stream.dtype == dtype:
-        stream.flatten(0, 1).addmm_(y.flatten(0, 1), w.out_weight.T)
-    else:
-        stream += _mask(F.linear(y, w.out_weight), first)
-    normed = around.norm(stream, w.norm2_weight, w.norm2_bias, eps[3], dtype)
-    hidden = around.gated_linear(GatedLinear(normed, w.up_weight, w.up_bias))
-    if second is None and stream.dtype == dtype:
-        out = torch.addmm(stream.flatten(0, 1), hidden.flatten(0, 1), w.down_weight.T).view_as(tokens)
-    else:
-        out = stream + _mask(F.linear(hidden, w.down_weight), second)
-    return out, _Kept(x, projected, k, q, lr, z, states, y, stream, normed, hidden)
+
+class _Launches:
+    """The steps of `fused_launches.Operators` as plain launches, whose tensors are kept for the backward pass."""
+
+    def __init__(self, dtype: torch.dtype, keep_states: bool):
+        self.dtype, self.keep_states = dtype, keep_states
+        self.kept: dict[str, Tensor] = {}
+
+    def conv_norm(self, given: ConvNorm) -> tuple[Tensor, Tensor]:
+        stream, x = torch.empty_like(given.tokens), torch.empty_like(given.tokens, dtype=self.dtype)
+        around.write_conv_norm(given, stream, x)
+        self.kept["x"] = x
+        return stream, x
+
+    def project(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        self.kept["projected"] = projected = F.linear(x, weight, bias)
+        return projected
+
+    def scan_convs(self, given: ScanConvs) -> Tensor:
+        return around.scan_convs(given)
+
+    def scan(self, given: Arguments) -> Tensor:
+        z, states = scan.forward(given, self.keep_states)
+        self.kept |= {"q": given.q, "k": given.k, "lr": given.lr, "z": z, "states": states}
+        return z
+
+    def gated_norm(self, given: GatedNorm) -> Tensor:
+        self.kept["y"] = y = around.gated_norm(given)
+        return y
+
+    def norm(self, stream: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        normed = around.norm(stream, weight, bias, eps, dtype)
+        self.kept |= {"stream": stream, "normed": normed}
+        return normed
+
+    def gated_linear(self, given: GatedLinear) -> Tensor:
+        self.kept["hidden"] = hidden = around.gated_linear(given)
+        return hidden
+
+    def add_product(self, stream: Tensor, x: Tensor, weight: Tensor, mask: Tensor | None) -> Tensor:
+        # norm2's backward pass reads the stream that the second product is added to
+        return add_product(stream, x, weight, mask, in_place="stream" not in self.kept)
 
 
 def run_backward(
@@ -134,35 +179,32 @@ def run_backward(
     height: int,
     eps: Sequence[float],
     masks: Masks,
-    kept: _Kept,
+    kept: Kept,
 ) -> tuple[Tensor, ...]:
     """The gradients of the tokens and of all weights, from that of the result (B,T,D)."""
-    from kernels.around import triton_bwd as around
-    from kernels.ttt_linear import triton_bwd as scan
-
     w, (units, D), H = known, weights.gate_weight.shape, known.b0.shape[1]
     dtype, (first, second) = w.in_weight.dtype, masks or (None, None)
 
     d = _mask(g.to(dtype), second).flatten(0, 1)
     down, d = d.T @ kept.hidden.flatten(0, 1), (d @ w.down_weight).view_as(kept.hidden)
-    d, up_weight, up_bias = around.gated_linear(d, GatedLinear(kept.normed, w.up_weight, w.up_bias))
-    g, norm2 = around.sum_norm(g, d, kept.stream, w.norm2_weight, eps[3])
+    d, up_weight, up_bias = around_bwd.gated_linear(d, GatedLinear(kept.normed, w.up_weight, w.up_bias))
+    g, norm2 = around_bwd.sum_norm(g, d, kept.stream, w.norm2_weight, eps[3])
 
     d = _mask(g.to(dtype), first).flatten(0, 1)
     out_weight, d = d.T @ kept.y.flatten(0, 1), (d @ w.out_weight).view_as(kept.y)
     dprojected = torch.empty_like(kept.projected)
-    dgate, dshared, dv, drates = _split(dprojected, w)
-    d, post_norm = around.sum_gated_norm(d, _gather_gated_norm(w, kept.z, kept.projected, eps[2]), dgate)
-    given = _gather_scan(w, kept.q, kept.k, kept.projected, kept.lr, eps[1])
-    dq, dk, from_scan, dlr, *learner = scan.backward(d.view_as(kept.z), kept.states, given)
+    dgate, dshared, dv, drates = split(w, dprojected)
+    d, post_norm = around_bwd.sum_gated_norm(d, gather_gated_norm(w, kept.z, kept.projected, eps[2]), dgate)
+    given = gather_scan(w, kept.q, kept.k, kept.projected, kept.lr, eps[1])
+    dq, dk, from_scan, dlr, *learner = scan_bwd.backward(d.view_as(kept.z), kept.states, given)
     dv.copy_(from_scan.flatten(2))
     drates.zero_()[..., :H] = torch.ops.aten.sigmoid_backward(dlr, kept.lr)
-    convs = _gather_scan_convs(w, _split(kept.projected, w)[1])
-    taps = around.sum_scan_convs(dk.flatten(2), dq.flatten(2), convs, dshared)
+    convs = gather_scan_convs(w, split(w, kept.projected)[1])
+    taps = around_bwd.sum_scan_convs(dk.flatten(2), dq.flatten(2), convs, dshared)
 
     flat = dprojected.flatten(0, 1)
     in_weight, d = flat.T @ kept.x.flatten(0, 1), (flat @ w.in_weight).view_as(kept.x)
-    dtokens, grid, norm1 = around.sum_conv_norm(g, d, _gather_conv_norm(w, tokens, height, eps[0]))
+    dtokens, grid, norm1 = around_bwd.sum_conv_norm(g, d, gather_conv_norm(w, tokens, height, eps[0]))
     k_taps, q_taps, (k_bias, q_bias) = taps.split([4, 4, 2])
     gates, values = zip(up_weight.split(units), up_bias.split(units), strict=True)
     in_weight, rates_weight, _ = in_weight.split([5 * D, H, len(in_weight) - 5 * D - H])
@@ -171,30 +213,6 @@ def run_backward(
     after = *post_norm.unbind(0), out_weight, *norm2.unbind(0), *gates, *values, down[:, :units], down[:, units]
     found = BlockWeights(*before, *convs, *learner, *after)
     return dtokens, *(each.to(weight.dtype) for each, weight in zip(found, weights, strict=True))
-
-
-def _split(projected_BTN: Tensor, w: LaunchConstants) -> tuple[Tensor, ...]:
-    """Gate, what keys and queries are made of, values, and the rest with the rates' logits first, as views."""
-    (_, D), N = w.out_weight.shape, projected_BTN.shape[-1]
-    return projected_BTN.split_with_sizes([D, 2 * D, 2 * D, N - 5 * D], -1)
-
-
-def _gather_conv_norm(w: LaunchConstants, tokens: Tensor, height: int, eps: float) -> ConvNorm:
-    return ConvNorm(tokens, w.grid_weight, w.norm1_weight, w.norm1_bias, height, eps)
-
-
-def _gather_scan_convs(w: LaunchConstants, shared: Tensor) -> ScanConvs:
-    return ScanConvs(shared, w.k_weight, w.k_bias, w.q_weight, w.q_bias)
-
-
-def _gather_scan(w: LaunchConstants, q: Tensor, k: Tensor, projected: Tensor, lr: Tensor, eps: float) -> Arguments:
-    v = _split(projected, w)[2].unflatten(-1, w.b0.shape)
-    state, scale = (w.W0, w.b0, w.gamma, w.mu), w.token_scale
-    return Arguments(q, k, v, lr, scale, *state, scale.shape[1], [False, True], eps)
-
-
-def _gather_gated_norm(w: LaunchConstants, z: Tensor, projected: Tensor, eps: float) -> GatedNorm:
-    return GatedNorm(z.flatten(3), _split(projected, w)[0], w.post_norm_weight, w.post_norm_bias, eps)
 
 
 def _mask(x: Tensor, mask: Tensor | None) -> Tensor:

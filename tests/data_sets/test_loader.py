@@ -80,6 +80,13 @@ def test_evaluation_sees_every_sample_once_with_its_label(root, loader_of, worke
     assert sorted(seen) == list(zip(range(20), LABELS))
 
 
+def test_a_rank_without_a_held_out_image_is_refused(root, loader_of):
+    """It would know neither the number of classes nor the names of the losses."""
+    with pytest.raises(UserError, match="20 .* 21 processes"):
+        loader_of(EvalLoader, plain(root, "val"), batch_size=3, rank=20, world_size=21)
+    assert len(pairs(loader_of(EvalLoader, plain(root, "val"), batch_size=3, rank=19, world_size=20))) == 1
+
+
 def test_training_epoch_is_a_permutation_without_the_remainder(root, loader_of):
     loader = loader_of(TrainLoader, plain(root), batch_size=6, seed=0)
     epochs = [[p for images, _ in loader.batches(epoch) for p in places(images)] for epoch in range(4)]

@@ -82,7 +82,7 @@ def test_what_lies_beside_pictures_is_left_out_wherever_pictures_are_listed(pets
         (tmp_path / "split").mkdir(exist_ok=True)
         (tmp_path / "split" / name).symlink_to(pets)
         (tmp_path / "packed" / name).mkdir(parents=True)
-        with tarfile.open(tmp_path / "packed" / name / "0.tar", "w") as archive:
+        with tarfile.open(tmp_path / "packed" / name / {"train": "0.tar", "val": "0.TAR"}[name], "w") as archive:
             archive.add(pets, ".")
     for root in (tmp_path / "split", tmp_path / "packed"):
         if form == "a pipe" and root.name == "packed":
