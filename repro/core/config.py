@@ -173,9 +173,8 @@ def load_yaml(path: Path, top: type[dict] | type[list] = dict, *, as_text: bool 
 def build(cls: type, data: Any, where: str) -> Any:
     """Build a dataclass and its nested ones strictly from parsed YAML or JSON; `where` is its key path for messages.
 
-    Fields may have the types that pydantic reads from JSON, except a Literal of numbers, for which pydantic also
-    accepts
-    `true` and `1.0`.
+    Fields may have the types that pydantic reads from JSON, except a Literal of numbers: pydantic would also accept
+    `true` and `1.0` for it.
 
     Raises:
         UserError: an unknown or missing key, a wrong type, a value out of range, a value that JSON does not have (a

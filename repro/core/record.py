@@ -1,8 +1,8 @@
 """Results on disk: atomic writes, records with their identity, and their `run.json`.
 
 A record holds everything that explains a number, and nothing that changes from run to run. Date, seconds and host go to
-`run.json`, on which no stage depends. A cell of the pipeline has `metrics.json` with its scores alone, so that `dvc
-metrics show` and `diff` print only those, and `record.json` with the rest; `read_record` joins them. Any other record
+`run.json`, on which no stage depends. A cell of the pipeline has `metrics.json` with its scores alone, which are all
+that `dvc metrics` prints then, and `record.json` with the rest; `read_record` joins them. Any other record
 is one file. A run with the same result as the record does not rewrite it, so Git shows no change.
 """
 

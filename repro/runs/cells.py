@@ -70,8 +70,11 @@ def read_cells(
         spec: the task of its cells.
         cell: the name of one cell; None reads all of the section.
         recipe: see `Cell`.
-        init, random, epochs, seeds: start from the weights in this file, or from random ones; train this many epochs,
-            or seeds 0, 1, ... of this many, instead. The results are under results/replications then.
+        init: a file of weights to start from, in place of the cell's.
+        random: whether to start from random weights instead.
+        epochs: the number of epochs, in place of the cell's.
+        seeds: train the seeds 0, 1, ... of this number, in place of the cell's. With any of these four changes, the
+            results go to results/replications.
 
     Raises:
         UserError: no such cell, wrong parameters, or no such file.
@@ -110,18 +113,18 @@ def read_cells(
 def train_cells(cells: Sequence[Cell], gpus: int | None = None) -> None:
     """Train cells with each of their seeds, and write their results.
 
-    A cell's folder gets weights.safetensors, snapshots/, load_report.txt and, where the task has them, examples/ of the
-    first seed, and curve.csv of every seed. The record has the curves too, with the recipe and the means over the
-    seeds. What a seed leaves stays in .runs until all are done, so that a stopped call loses nothing. Seeds that a
-    record outside the graph already has, by the same parameters, data and code, are not trained again.
+    A cell's folder gets weights.safetensors, snapshots/, load_report.txt and, for some tasks, examples/ of the first
+    seed, and curve.csv of all seeds. The record also has the curves, the recipe, and the means over the seeds. The
+    results of a seed stay in .runs until all seeds are done, so that a stopped call loses nothing. Seeds in a record
+    outside the graph with the same parameters, data and code are not trained again.
 
     Args:
-        cells: of one stage.
-        gpus: processes on this machine, in which torchrun runs this process's own command; None trains in this one.
+        cells: cells to train.
+        gpus: number of processes on this machine, in which torchrun runs the command of this process again; None trains
+            in this process.
 
     Raises:
-        UserError: see `build_job`; with `gpus`, before any process is started. Or a record of another run lies in a
-            folder.
+        UserError: as `build_job`, with `gpus` before any process starts; or a folder holds the record of another run.
     """
     if gpus is not None and "WORLD_SIZE" not in os.environ:
         for cell in cells:

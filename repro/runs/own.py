@@ -139,8 +139,8 @@ class OwnTraining:
     Args:
         data, model, init: see `TrainParams`.
         flip: whether to mirror half of the pictures.
-        epochs: instead of those that give `FEWEST_STEPS` steps and 30 passes at least, 12 of scenes; from given
-            weights, `FEWEST_TUNING_STEPS` steps and 10 passes, 6 of scenes.
+        epochs: number of epochs; None: enough for `FEWEST_STEPS` steps and 30 epochs (scenes: 12) or, from given
+            weights, for `FEWEST_TUNING_STEPS` steps and 10 epochs (scenes: 6).
     """
 
     data: str
