@@ -119,7 +119,7 @@ def add_dense(root: Path) -> None:
 
 
 def write_student(root: Path, **changes: Any) -> None:
-    """Put the cell `student` of linearize, with changes, into params.yaml; it begins from a softmax model, `SOFTMAX`."""
+    """Add the cell `student` of linearize, with changes, to params.yaml; it begins from a softmax model, `SOFTMAX`."""
     save_model(root / SOFTMAX, T5, **SHELL, inner="softmax", key_norm="none", dwc="none")
     init = {"weights": str(SOFTMAX), "sha256": hash_file(root / SOFTMAX, digits=64)}
     options = {"embed_dim": 48, "depth": 2, "patch_size": 8}
