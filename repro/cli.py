@@ -1,6 +1,4 @@
-"""The command line: finds the verbs in the table of stages, loads the one called, and turns errors into one line and an
-exit code.
-"""
+"""The command line: it loads the verb that is called, and turns errors into one line and an exit code."""
 
 import errno
 import functools
@@ -22,14 +20,14 @@ from .core.ui import allow_every_terminal, print_error
 
 
 class Verbs(TyperGroup):
-    """The verbs by their names; a verb's module is imported when it is called or listed."""
+    """The group of all verbs; the module of a verb is imported when the verb is called or listed."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """All verbs, in the order of use."""
+        """Return all verbs, in the order of use."""
         return [stages.verb_of(name) for names in stages.list_verbs(stages.load_stages()).values() for name in names]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The verb's own command, or its group of commands."""
+        """Return a verb's command, or its group of commands; raise a UserError for an unknown verb."""
         name = cmd_name.replace("-", "_")
         if name not in (known := stages.stage_names()):
             hint = did_you_mean(cmd_name, map(stages.verb_of, known)) or "; repro --help lists them"
@@ -49,8 +47,9 @@ class Verbs(TyperGroup):
 
 
 def _require_own_code_first(callback: Callable[..., None]) -> Callable[..., None]:
-    """The same, once it is certain that the records will name the code that runs; `make_identity` would only say it
-    when all is done.
+    """Wrap a command so that it first checks that the running code is that of the work tree.
+
+    `make_identity` checks this too, but only after the work is done.
     """
 
     @functools.wraps(callback)
@@ -81,9 +80,9 @@ def options(debug: bool = typer.Option(False, "--debug", help="Show the tracebac
 
 
 def main() -> None:
-    """Run the command line. Exit codes: 0, 1 failure, 2 the user's mistake, 130 and 143 for signals.
+    """Run the command line. Exit codes: 0 success, 1 failure, 2 the user's mistake, 130 and 143 for signals.
 
-    A `~` in a word is the home, also after `=` and `KIND:`, where shells leave it as it is.
+    A `~` in an argument becomes the home folder, also after `=` and `KIND:`, where shells do not expand it.
     """
     follow_parent()
     sys.argv[1:] = map(expand_home, sys.argv[1:])
@@ -92,18 +91,18 @@ def main() -> None:
         try:
             app()
         finally:
-            sys.stdout.flush()
+            sys.stdout.flush()  # here, so that an error of writing is caught below
     except (UserError, RunError, Interrupted) as error:
         if os.environ.get("REPRO_DEBUG"):
             raise
         print_error(error)
-        by_plain_dvc = "DVC_STAGE" in os.environ and PARENT not in os.environ  # `repro run` says it itself, at its end
+        by_plain_dvc = "DVC_STAGE" in os.environ and PARENT not in os.environ  # `repro run` prints this at its own end
         if by_plain_dvc and (missing := describe_missing_results(find_root().root)):
             print(missing, file=sys.stderr)
         sys.exit(error.exit_code)
-    except OSError as error:  # a full disk, a read-only folder: the file and the system's word for it say all
+    except OSError as error:  # e.g. a full disk or a read-only folder
         if os.environ.get("REPRO_DEBUG") or error.filename is None:
             raise
-        if error.errno != errno.EPIPE:  # nobody reads on
+        if error.errno != errno.EPIPE:  # the reader of a pipe, such as `head`, has closed it
             print_error(f"{error.filename}: {error.strerror}")
         sys.exit(RunError.exit_code)

@@ -1,7 +1,7 @@
-"""Find what a machine and a checkout have and lack, a line for each.
+"""Checks of a machine and a work tree, with a line for each finding.
 
-torch and the kernels are imported while they are checked and nowhere else, so that this works where they are broken;
-other packages are looked up by their metadata.
+torch and the kernels are imported only within their own check, so that the other checks work where they are broken.
+Other packages are looked up by their metadata.
 """
 
 import importlib.util
@@ -31,7 +31,7 @@ _Line = tuple[str, str, str]
 
 
 def examine(paths: Paths) -> Iterator[_Line]:
-    """All lines. Wrong parameters are a line too; what depends on them then takes the defaults."""
+    """Yield all lines. Wrong parameters give a line too; the checks that depend on them then take the defaults."""
     yield "ok", "machine", f"{platform.platform()}; {cpu_name()}, {os.cpu_count()} cores"
     yield from check_packages(paths.root)
     yield from check_checkout(paths.root)
@@ -56,7 +56,7 @@ def examine(paths: Paths) -> Iterator[_Line]:
 
 
 def check_packages(root: Path) -> Iterator[_Line]:
-    """Python and the packages against pyproject.toml and requirements.lock, of extras only those that are installed."""
+    """Compare Python and the packages with pyproject.toml and requirements.lock; missing extras are not reported."""
     from packaging.requirements import Requirement
 
     project, lock, python = root / "pyproject.toml", root / "requirements.lock", platform.python_version()
@@ -80,18 +80,18 @@ def check_packages(root: Path) -> Iterator[_Line]:
     differ = []
     for pin in pins:
         found, wanted = installed_version(pin.name) or "not installed", str(pin.specifier).removeprefix("==")
-        if found.partition("+")[0] != wanted:  # the build's tag does not count: 2.14.1+cu130 is 2.14.1
+        if found.partition("+")[0] != wanted:  # the local tag of a build does not count: 2.14.1+cu130 is 2.14.1
             differ.append(f"{pin.name} {found} (pinned: {wanted})")
     problem = f"{len(differ)} of {len(pins)} packages differ: {', '.join(differ)}: {INSTALL}"
     yield ("warning", lock.name, problem) if differ else ("ok", lock.name, f"all {len(pins)} packages are as pinned")
     for name, ours in CLASHES.items():
-        if found := installed_version(name):  # removing it also removes files of ours in the same folder
+        if found := installed_version(name):  # uninstalling it removes our files in the same folder: reinstall ours
             fix = f"python -m pip uninstall {name}, then python -m pip install --force-reinstall --no-deps {ours}"
             yield "error", name, f"{found} takes an import name of this project: {fix}"
 
 
 def check_checkout(root: Path) -> Iterator[_Line]:
-    """Whether the code that runs is that of this folder, and what Git and DVC have of it."""
+    """Check that the running code is this folder's, and look for Git, DVC, missing results and weights."""
     spec = importlib.util.find_spec("kernels")
     places = {"repro": Path(__file__).parent, "kernels": Path(spec.origin).parent if spec and spec.origin else None}
     for name, found in places.items():
@@ -109,7 +109,7 @@ def check_checkout(root: Path) -> Iterator[_Line]:
 
 
 def check_data(paths: Paths, runtime: Runtime) -> Iterator[_Line]:
-    """For each cell of prepare_data whether its data set is in place or can be written."""
+    """Check for each cell of prepare_data that its data set is in place or can be written."""
     for cell in section_keys(paths.params, "prepare_data"):
         params, subject = load_section(PrepareData, paths.params, "prepare_data", cell), f"prepare_data.{cell}"
         kind = KINDS[params.kind]
@@ -128,7 +128,7 @@ def check_data(paths: Paths, runtime: Runtime) -> Iterator[_Line]:
 
 
 def check_torch(runtime: Runtime) -> Iterator[_Line]:
-    """torch, the GPUs, the compiler of Triton, and which backend of TTT-Linear runs on each device."""
+    """Check torch, the GPUs, the C compiler for Triton, and the backend of TTT-Linear on each device."""
     gpus = gpu_names()
     yield "ok" if gpus else "note", "GPU, driver", ", ".join(gpus) or "nvidia-smi names none; the CPU runs everything"
     try:

@@ -1,6 +1,6 @@
-"""The graph of dvc.yaml: what needs what, and what is fresh, stale, missing or interrupted.
+"""The graph of dvc.yaml: dependencies of the stages, and their status (fresh, stale, missing or interrupted).
 
-`table` is everywhere the table of stages, name -> `stages.Stage`.
+The argument `table` is always the table of stages, name -> `stages.Stage`.
 """
 
 import contextlib
@@ -21,33 +21,40 @@ _MOST_SHOWN = 2  # names or reasons on a line of the status
 
 
 def load_params(paths: Paths, table: Mapping[str, Any], name: str, cell: str | None) -> Any:
-    """The parameters of a stage or of one of its cells; None for a stage without a section. Raises UserError."""
+    """Load the parameters of a stage or of one of its cells; None for a stage without a section.
+
+    Raises:
+        UserError: wrong parameters.
+    """
     params = table[name].params
     return None if params is None else load_section(params, paths.params, name, *([cell] if cell else []))
 
 
 @contextlib.contextmanager
 def open_dvc(root: Path) -> Iterator[Any]:
-    """DVC's `Repo` of a checkout, meanwhile the working directory; what DVC cannot do is a RunError of one line."""
+    """Open DVC's `Repo` of a work tree, which is the working directory meanwhile; a DVC error becomes a RunError."""
     from dvc.exceptions import DvcException
     from dvc.repo import Repo
 
     try:
-        with contextlib.chdir(root), Repo(str(root)) as repo:  # DVC names files as the working directory sees them
+        with contextlib.chdir(root), Repo(str(root)) as repo:  # DVC names files relative to the working directory
             yield repo
     except DvcException as error:
         raise RunError(f"{root / 'dvc.yaml'}: {' '.join(str(error).split())}") from None
 
 
 def find_needs(root: Path) -> dict[str, tuple[str, ...]]:
-    """Each stage, or cell of one, as DVC calls it, e.g. `pretrain@vittt_nano_digits` -> those whose output it reads.
+    """Return each stage or cell by DVC's name, e.g. `pretrain@vittt_nano_digits` -> the stages whose outputs it reads.
 
-    Those with the longest chain behind them come first. Raises RunError.
+    Stages with the longest chain of dependants come first.
+
+    Raises:
+        RunError: DVC cannot read dvc.yaml.
     """
     with open_dvc(root) as repo:
         graph = repo.index.graph  # from each stage to those that it needs
         needs = {each.name: tuple(sorted(other.name for other in graph.successors(each))) for each in repo.index.stages}
-    depths = dict.fromkeys(needs, 0)  # how many follow it, one after another
+    depths = dict.fromkeys(needs, 0)  # length of the longest chain of dependants
     for name in reversed([*graphlib.TopologicalSorter(needs).static_order()]):
         for needed in needs[name]:
             depths[needed] = max(depths[needed], depths[name] + 1)
@@ -55,18 +62,19 @@ def find_needs(root: Path) -> dict[str, tuple[str, ...]]:
 
 
 def find_status(paths: Paths, table: Mapping[str, Any]) -> list[tuple[str, str, list[str]]]:
-    """(stage, status, reasons) per stage and cell of dvc.yaml, in its order.
+    """Return (stage, status, reasons) of every stage and cell of dvc.yaml, in its order.
 
-    `interrupted`: a run was stopped and its saved state waits under .runs; `missing`: an output is not there; `stale`:
-    a dependency, a parameter or an output changed since the result was made; else `fresh`.
+    `interrupted`: a run was stopped, and its saved state under .runs can be continued. `missing`: an output does not
+    exist. `stale`: a dependency, a parameter or an output changed since the result was made. `fresh`: none of these.
 
     Raises:
-        RunError: DVC cannot say. UserError: wrong parameters.
+        RunError: DVC fails.
+        UserError: wrong parameters.
     """
     from dvc.dependency import param
     from dvc.repo import lock_repo
 
-    # else DVC would parse params.yaml for each cell, and dvc.yaml and dvc.lock twice
+    # cached, because DVC would parse params.yaml again for each cell, and dvc.yaml and dvc.lock twice
     once = mock.patch.object(param, "load_path", functools.cache(param.load_path))
     with open_dvc(paths.root) as repo, lock_repo(repo), once:
         names, changed = [stage.name for stage in repo.index.stages], repo.status()
@@ -90,8 +98,9 @@ def find_status(paths: Paths, table: Mapping[str, Any]) -> list[tuple[str, str, 
 
 
 def join_cells(rows: Sequence[tuple[str, str, Sequence[str]]]) -> list[tuple[str, str, str]]:
-    """The rows of `find_status` as (stage, status, why), one for all cells of a stage: how many are fresh, and how many
-    and which are not.
+    """Join the rows of `find_status` into one (stage, status, reasons) for all cells of a stage.
+
+    The status counts the fresh cells, and counts and names the others.
     """
     joined = []
     for stage, group in itertools.groupby(rows, key=lambda row: row[0].partition("@")[0]):
@@ -110,15 +119,13 @@ def join_cells(rows: Sequence[tuple[str, str, Sequence[str]]]) -> list[tuple[str
 
 
 def _shorten(texts: Sequence[str]) -> str:
-    """The first of them, and how many more there are."""
+    """Join the first texts, and count the others."""
     shown = ", ".join(texts[:_MOST_SHOWN])
     return shown if len(texts) <= _MOST_SHOWN else f"{shown} and {len(texts) - _MOST_SHOWN} more"
 
 
 def _find_saved_state(paths: Paths, table: Mapping[str, Any], name: str) -> Path | None:
-    """The newest saved state of a training cell, for its parameters as they are now; of several seeds the last one
-    begun.
-    """
+    """Find the newest saved state of a training cell under its present parameters, of the last seed that was begun."""
     stage, _, cell = name.partition("@")
     row = table.get(stage)
     if row is None or row.task is None or not any(paths.run_state(stage, cell, "").glob("seed_*/step_*.pt")):
@@ -127,7 +134,7 @@ def _find_saved_state(paths: Paths, table: Mapping[str, Any], name: str) -> Path
 
     try:
         params = load_params(paths, table, stage, cell)
-    except (UserError, OSError):  # no run can have started with these
+    except (UserError, OSError):  # no run can start with invalid parameters, so none has a state
         return None
     shared = {"paths": paths, "runtime": None, "record": paths.cell(stage, cell) / "metrics.json"}
     of_cell = Cell(stage=stage, name=cell, params=params, spec=row.task, **shared)

@@ -1,4 +1,4 @@
-"""Running the stages of dvc.yaml, several at once where none needs another's output."""
+"""The scheduler of `repro run`: it runs the stages of dvc.yaml, several at once if their inputs are complete."""
 
 import graphlib
 import os
@@ -18,7 +18,7 @@ from .graph import find_needs
 
 
 def choose_jobs(runtime: Runtime) -> int:
-    """As many stages at once as there are GPUs, or cores where there is none."""
+    """Return the default number of parallel stages: that of GPUs, or that of usable cores without a GPU."""
     if choose_device(runtime.device).type == "cuda":
         import torch
 
@@ -29,23 +29,25 @@ def choose_jobs(runtime: Runtime) -> int:
 def run_stages(paths: Paths, table: Mapping[str, Any], runtime: Runtime, *, jobs: int, force: bool) -> None:
     """Bring every stage up to date by `dvc repro`, `jobs` of them at once, each with its share of the threads or GPUs.
 
-    Of those that can run, the one with the longest chain behind it comes first. A stage that measures speed runs while
-    nothing else does, with all threads. Where a stage fails, those that need it do not run, and the others do.
+    Of the stages that can run, the one with the longest chain of dependants starts first. A stage that measures speed
+    runs alone, with all threads. If a stage fails, its dependants do not run, and the others do.
 
     Args:
         table: name -> `stages.Stage`.
-        jobs: how many processes.
-        force: also run what is up to date.
+        jobs: the number of processes.
+        force: whether to run stages that are up to date, too.
 
     Raises:
-        RunError: a stage failed; Interrupted: a signal came, each process was told, and has ended.
+        RunError: a stage failed.
+        Interrupted: a signal came, and every stage has saved its state and ended.
     """
     needs = find_needs(paths.root)
     alone = {name for name in needs if getattr(table.get(name.partition("@")[0]), "alone", False)}
     began = {RUN_BEGAN: f"{time.time()} {jobs}"}
     graph, order, ready = graphlib.TopologicalSorter(needs), list(needs).index, []
     graph.prepare()
-    running: dict[int, tuple[str, subprocess.Popen, float]] = {}  # the number of its share of the machine -> a stage
+    # number of a share of the machine -> (stage that uses it, its process, its start)
+    running: dict[int, tuple[str, subprocess.Popen, float]] = {}
     failed: dict[str, str] = {}
     finished, told = 0, False
     try:
@@ -61,7 +63,7 @@ def run_stages(paths: Paths, table: Mapping[str, Any], runtime: Runtime, *, jobs
                     running[slot] = name, _start(paths, name, began | share, force=force), time.monotonic()
                 if not running:
                     break
-                if received and not told:  # once: a second signal ends a stage without its state saved
+                if received and not told:  # only once: a second signal would end a stage before it has saved its state
                     told = True
                     for _, process, _ in running.values():
                         os.killpg(process.pid, signal.SIGINT)
@@ -73,7 +75,7 @@ def run_stages(paths: Paths, table: Mapping[str, Any], runtime: Runtime, *, jobs
                     finished += 1
                     said = _find_error(paths, name) if process.returncode else "done"
                     if not process.returncode:
-                        graph.done(name)  # what needs one that is never done is never ready
+                        graph.done(name)  # a failed stage is never done, so its dependants never become ready
                     elif not received:
                         failed[name] = said
                     print(f"[{finished} of {len(needs)}] {name}: {said} ({time.monotonic() - start:.0f} s)", flush=True)
@@ -88,15 +90,15 @@ def run_stages(paths: Paths, table: Mapping[str, Any], runtime: Runtime, *, jobs
 
 
 def _choose_next(ready: Sequence[str], running: Set[str], alone: Set[str], jobs: int) -> str | None:
-    """The first that may start beside those that run; None if there is none."""
+    """Return the first stage that may start next to the running ones; None if there is none."""
     if len(running) == jobs or running & alone:
         return None
     return next((name for name in ready if not (running and name in alone)), None)
 
 
 def _start(paths: Paths, name: str, environment: Mapping[str, str], *, force: bool) -> subprocess.Popen:
-    """DVC, which runs one stage. It waits for that after a SIGINT, and dies of a SIGTERM."""
-    # dvc.yaml says `repro`, which is in this Python's folder whether or not its environment is activated
+    """Start DVC for one stage. After a SIGINT, DVC waits for the stage to end; a SIGTERM kills DVC alone."""
+    # dvc.yaml calls `repro`, which lies next to this Python even if the virtual environment is not activated
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     command = ("dvc", "--wait-for-lock", "repro", "--single-item", *(["--force"] if force else []), name)
     environment, log = {**environment, "PATH": path}, _log(paths, name)
@@ -109,8 +111,9 @@ def _log(paths: Paths, name: str) -> Path:
 
 
 def _find_error(paths: Paths, name: str) -> str:
-    """The error of the stage, where it is of this project, and the last line of its output, which is DVC's: the exit
-    code, or the file to remove where the lock of a dead process is in the way.
+    """Return this project's error line from a stage's output, if any, and the output's last line, which is DVC's.
+
+    DVC's line has the exit code, or names the lock file of a dead process that must be removed.
     """
     lines = _log(paths, name).read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no output"]
     own = [line.removeprefix("repro: ") for line in lines if line.startswith("repro: ")]

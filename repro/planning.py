@@ -1,7 +1,7 @@
-"""List what the stages of a params file would run, and how long it takes where it was measured. Nothing is started.
+"""The plan of a params file: the stages that would run, and their time where it was measured. Nothing is started.
 
-A training is its seeds × epochs × images over the images per second that were measured of it; evaluations count where
-they were in that time. What was not measured on a device is unknown, and nothing is computed from a data sheet.
+The time of a training is seeds × epochs × images over its measured images per second; evaluations count if they were in
+the measured time. Times that were not measured on a device are unknown; none is computed from a data sheet.
 """
 
 import dataclasses
@@ -25,12 +25,12 @@ from .report.records import Source
 from .report.results import Results
 from .runs.cells import describe_speed
 
-CLASSIFIERS = ("pretrain", "linearize", "ablate", "ablate_linearize", "pretrain_seeds")  # one speed for all of them
-FREE = ("runtime", "tune")  # sections of no work, or of work outside the pipeline
+CLASSIFIERS = ("pretrain", "linearize", "ablate", "ablate_linearize", "pretrain_seeds")  # these share measured speeds
+FREE = ("runtime", "tune")  # sections without work, or with work outside the pipeline
 
 
 class Speed(NamedTuple):
-    """What was measured of a training: images per second, the peak of GPU memory in GiB, and on what."""
+    """The measured speed of a training: images per second, the peak of GPU memory in GiB, and the source of both."""
 
     img_per_s: float
     memory_gib: float | None
@@ -42,11 +42,11 @@ class PlanRow:
     """A stage or one of its cells.
 
     Args:
-        unit: what `dvc repro` calls it.
-        work: of a training, seeds × epochs × images; empty for others.
-        speed: None where it was not measured, and for what is no training.
-        hours: of one device; None where unknown.
-        basis: what the hours are known from.
+        unit: its name for `dvc repro`.
+        work: seeds × epochs × images of a training; empty for others.
+        speed: speed of a training; None if it was not measured, and for other stages.
+        hours: hours on one device; None if unknown.
+        basis: the source of the hours.
     """
 
     unit: str
@@ -57,11 +57,11 @@ class PlanRow:
 
 
 def plan_rows(stages: Mapping[str, Any], params_file: Path, paths: Paths, gpu: str | None) -> list[PlanRow]:
-    """A row for every section of a params file that is a stage, or for each of its cells.
+    """Make a row for every section of a params file that is a stage, or for each of its cells.
 
     Args:
         stages: the table of stages.
-        gpu: a part of the name of a GPU; None plans for the CPU here.
+        gpu: a part of the name of a GPU; None plans for this machine's CPU.
 
     Raises:
         UserError: wrong parameters.
@@ -80,10 +80,11 @@ def plan_rows(stages: Mapping[str, Any], params_file: Path, paths: Paths, gpu: s
 
 
 class Planner:
-    """Plans one stage or cell after the other.
+    """The planner of single stages and cells.
 
     Args:
-        gpu: a part of the name of a GPU; None for the CPU here.
+        gpu: a part of the name of a GPU; None for this machine's CPU.
+        results: the records and rows of speed.
         data: cell of prepare_data -> its params.
         micro_batch: `runtime.micro_batch`.
     """
@@ -94,7 +95,7 @@ class Planner:
         self.paths, self.gpu, self.results, self.data, self.micro_batch = paths, gpu, results, data, micro_batch
 
     def plan(self, stage: str, cell: str | None, params: Any) -> PlanRow:
-        """The row of a stage or of one of its cells; a UserError for unknown data or an unknown model."""
+        """Make the row of a stage or of one of its cells; raise a UserError for unknown data or an unknown model."""
         unit = f"{stage}@{cell}" if cell else stage
         if not hasattr(params, "seeds"):
             seconds, basis = self._find_run(stage, cell, params)
@@ -109,7 +110,7 @@ class Planner:
         return dataclasses.replace(row, speed=speed, hours=total / speed.img_per_s / 3600, basis=speed.basis)
 
     def count_images(self, stage: str, cell: str | None, params: Any) -> int:
-        """The images of an epoch, from the manifest of a cell's data or as expected."""
+        """Count the images of an epoch, from the manifest of the data or, without one, as `prepare_data` expects."""
         if params.data not in self.data:
             where = f"{stage}.{cell}.data: {params.data}"
             raise UserError(f"{where}: prepare_data has no such cell{suggest_data(self.paths, params.data, self.data)}")
@@ -119,7 +120,7 @@ class Planner:
         return read_manifest(file).splits["train"].images if file.is_file() else self.data[params.data].expected.train
 
     def find_speed(self, stage: str, cell: str | None, params: Any, images: int) -> Speed | None:
-        """The speed of this cell's last run; else the slowest of the same training elsewhere in the results."""
+        """Return the speed of this cell's last run; else the slowest speed of an equal training in the results."""
         alike = self._list_alike(stage, params)
         memory = max((each.memory_gib for each in alike if each.memory_gib), default=None)
         seconds, basis = self._find_run(stage, cell, params)
@@ -129,8 +130,10 @@ class Planner:
         return slowest and slowest._replace(memory_gib=memory)
 
     def _list_alike(self, stage: str, params: Any) -> list[Speed]:
-        """What trainings on this GPU recorded, and rows of `repro efficiency --mode train` there, of the same model,
-        input size and precision. Memory is known only where as many images were in the model, with as much beside it.
+        """List the speeds on this GPU of trainings and rows of `repro efficiency --mode train` that match the params.
+
+        Model, input size and precision must agree. The memory counts only if the micro-batch agrees, too, and the
+        training kept the same tensors besides the model (`keeps`).
         """
         if self.gpu is None:
             return []
@@ -159,8 +162,9 @@ class Planner:
         return found
 
     def _find_run(self, stage: str, cell: str | None, params: Any) -> tuple[float | None, str]:
-        """The seconds that a stage or cell takes by its last run on this device by these params, of a training also by
-        other seeds and epochs, and where it ran; None where it did not.
+        """Return the seconds of the last run with these params on this device, and the device's name.
+
+        A training may have had other seeds and epochs; its time is scaled. The seconds are None without such a run.
         """
         pipeline = self.paths.results / PIPELINE_FILE
         noted = read_json(pipeline).get("stages", {}) if pipeline.is_file() else {}
@@ -185,7 +189,7 @@ class Planner:
 
 
 def list_gpus(paths: Paths, scores: Mapping[str, Any]) -> list[str]:
-    """The GPUs of which the results have a record or a row."""
+    """Return the names of the GPUs that have a record or a row in the results."""
     sources = Results(paths, load_papers().values(), scores).sources
     return sorted({each.device.removeprefix("cuda: ") for each in sources if each.device.startswith("cuda")})
 
@@ -215,7 +219,7 @@ def _measured(rate: float, memory_mib: float | bool | None, source: Source) -> S
 
 
 def _build_params(stage: Any, name: str, content: Any) -> dict[str | None, Any]:
-    """Cell -> its params; None -> those of a stage without cells."""
+    """Return cell -> its params; the key is None for a stage without cells."""
     if not stage.cells:
         return {None: build(stage.params, content, name)}
     cells = content or {}
@@ -225,7 +229,7 @@ def _build_params(stage: Any, name: str, content: Any) -> dict[str | None, Any]:
 
 
 def _format(value: float | None) -> str:
-    """About two digits."""
+    """Format a number with about two significant digits."""
     if not value:
         return "–" if value is None else "0"
     if value < 0.01:

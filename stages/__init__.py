@@ -1,10 +1,10 @@
-"""The verbs of the command line, one module each. A module declares `STAGE`, a row of the table, and `command` (or, for
-a verb with
-verbs of its own, `app`). A new module here is found by itself: the command line, `status`, `plan`, the report and the
-tests read the table and nothing else.
+"""The verbs of the command line, one module each.
 
-Stage modules import nothing heavy, so that `repro --help` answers at once and `repro doctor` starts where torch is
-broken.
+A module declares `STAGE`, a row of the table, and `command` (or `app`, for a verb with verbs of its own). A new module
+is found without registration: the command line, `status`, `plan`, the report and the tests read this table alone.
+
+Stage modules must not import torch or other heavy packages at the top, so that `repro --help` answers at once and
+`repro doctor` starts where torch is broken.
 """
 
 import dataclasses
@@ -73,14 +73,14 @@ class Stage:
 
     Args:
         purpose: the heading under which the verb is listed; `graph` for the stages of dvc.yaml.
-        params: the dataclass of the section of params.yaml that has the stage's name, or of each of its cells; None
-            without a section.
+        params: the dataclass of the stage's section in params.yaml, or of each cell of this section; None without a
+            section.
         cells: whether the section maps names to cells, each with a folder results/<name>/<cell>.
         task: the task of a stage that trains.
-        records: whether its output names the checkout's commit; the code that runs must then be the checkout's.
-        alone: whether its results are times, which other work on the machine would change.
-        hidden: whether only DVC calls it; lists of verbs leave it out.
-        shown: whether the report reads its records; the page of registered questions reads the files of their seeds.
+        records: whether its output names the work tree's commit; the running code must then be that of the work tree.
+        alone: whether it measures times, so that nothing else may run on the machine meanwhile.
+        hidden: whether only DVC calls it; lists of verbs omit it.
+        shown: whether the report reads its records. Registered questions read the files of their seeds instead.
     """
 
     purpose: Literal["check", "run", "graph", "use", "prove"] = "graph"
@@ -94,29 +94,29 @@ class Stage:
 
     @property
     def scores(self) -> Mapping[str, str]:
-        """Keys of scores in its records' metrics -> their labels in the report."""
+        """Return key of a score in the metrics of its records -> label in the report."""
         return self.task.scores if self.task else {}
 
 
 def require_no_own(stage: str, **given: Any) -> None:
-    """Raise UserError where an option of one's own pictures was given without them."""
+    """Raise a UserError if an option that belongs to `--data` was given without it."""
     if single := [name for name, value in given.items() if value]:
         word = "from" if single[0] == "source" else single[0]
         raise UserError(f"{stage}: --{word} goes with --data; the cells of params.yaml say it themselves")
 
 
 def stage_names() -> list[str]:
-    """The names of all stages, which are those of their modules, in alphabetical order."""
+    """Return the names of all stages, which are those of their modules, in alphabetical order."""
     return [module.name for module in pkgutil.iter_modules(__path__)]
 
 
 def load_module(name: str) -> Any:
-    """The module of a stage."""
+    """Import the module of a stage."""
     return importlib.import_module(f"{__name__}.{name}")
 
 
 def load_stages() -> dict[str, Stage]:
-    """The whole table: name -> row. A module with `SECTIONS` runs the stages of dvc.yaml of these names too."""
+    """Return the whole table, name -> row; `SECTIONS` of a module are further stages of dvc.yaml that it runs."""
     table: dict[str, Stage] = {}
     for module in map(load_module, stage_names()):
         table |= {module.__name__.rpartition(".")[2]: module.STAGE, **getattr(module, "SECTIONS", {})}
@@ -124,14 +124,14 @@ def load_stages() -> dict[str, Stage]:
 
 
 def list_graph() -> list[str]:
-    """The names of the stages of dvc.yaml, in its order; none where there is no dvc.yaml, as in a wheel."""
+    """Return the names of the stages of dvc.yaml in its order; empty without a dvc.yaml, as in a wheel."""
     file = Path(repro.__file__).parents[1] / "dvc.yaml"
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
     return re.findall(r"(?m)^  (\w+):$", text)
 
 
 def list_verbs(table: Mapping[str, Stage]) -> dict[str, list[str]]:
-    """Purpose -> the names of its stages: those of the pipeline as dvc.yaml has them, the others in alphabetical order."""
+    """Return purpose -> names of its stages: the pipeline's in the order of dvc.yaml, the others alphabetically."""
     order = {name: place for place, name in enumerate(list_graph())}
     verbs = {name: table[name] for name in stage_names()}
     names = {purpose: [name for name, stage in verbs.items() if stage.purpose == purpose] for purpose in PURPOSES}
@@ -139,5 +139,5 @@ def list_verbs(table: Mapping[str, Stage]) -> dict[str, list[str]]:
 
 
 def verb_of(name: str) -> str:
-    """The word on the command line for a stage."""
+    """Return the verb on the command line for a stage."""
     return name.replace("_", "-")

@@ -1,4 +1,4 @@
-"""`repro ablate`: trainings whose weights nothing starts from, of every task: variants, more seeds, long curves."""
+"""`repro ablate`: trainings of every task whose weights no other stage uses: variants, more seeds, long curves."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""`repro data check`: check before a long run that a data set is what it should be."""
+"""`repro data check`: check of a data set before a long run."""
 
 from pathlib import Path
 from typing import Annotated

@@ -31,7 +31,7 @@ EpochsOption = Annotated[
 
 
 def make_command(stage: str, spec: Any, about: str) -> Callable[..., None]:
-    """The command of a stage that trains a dense task on a pretrained backbone; `about` is what its help begins with."""
+    """Make the command of a stage that trains a dense task on a pretrained backbone; `about` begins its help."""
 
     def command(
         cell: CellOption = None,

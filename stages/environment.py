@@ -1,8 +1,8 @@
 """Stage environment: the machine and its versions, so that DVC never restores another machine's benchmark.
 
-It always runs, takes under a second, does not import torch, and writes nothing that changes from run to run: no date,
-no host name, no commit. That is why the record is written here and not by `record.write_record`, whose identity has the
-commit and the hash of the code: with these, every edit would make every benchmark stale.
+It always runs, takes under a second, and does not import torch. Its record must not change from run to run, so it has
+no date, host name or commit. Therefore it is not written by `record.write_record`: the identity there has the commit
+and the hash of the code, and with these every edit would make every benchmark stale.
 """
 
 from repro.core.paths import find_root

@@ -1,6 +1,4 @@
-"""`repro evaluate`: accuracy of any registered model, or of published weights, on a prepared data set, at any image
-sizes.
-"""
+"""`repro evaluate`: accuracy of a registered model, or of published weights, on prepared data at any image size."""
 
 from pathlib import Path
 from typing import Annotated, Literal

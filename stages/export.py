@@ -1,4 +1,4 @@
-"""`repro export`: a trained classifier as a file that other programs load: timm's folder layout, ONNX, or torch.export."""
+"""`repro export`: a trained classifier in a format of other programs: timm's folder layout, ONNX, or torch.export."""
 
 from pathlib import Path
 from typing import Annotated, Literal

@@ -1,4 +1,4 @@
-"""`repro golden`: the losses of ten steps of every family, which show the graph the effect of an edit of code."""
+"""`repro golden`: the losses of ten steps of every family; DVC reruns trainings only if an edit changes these."""
 
 from typing import Annotated
 
@@ -19,8 +19,7 @@ def command(
 ) -> None:
     """Train ten steps of every family, and write the values that are no longer those of results/golden.
 
-    A file whose values hold within rounding keeps its bytes, so that a change of code that changes no training makes no
-    training old.
+    A file whose values agree within rounding is not rewritten. So an edit that changes no training makes none stale.
     """
     from repro.runs.golden import read_cases, update_families
 

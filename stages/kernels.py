@@ -1,6 +1,4 @@
-"""`repro kernels check|bench|forms`: are the Triton kernels right and fast, and which form of an inner learner is the
-faster one?
-"""
+"""`repro kernels check|bench|forms`: correctness and speed of the Triton kernels, and of inner learners' forms."""
 
 from typing import Annotated
 

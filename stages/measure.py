@@ -1,4 +1,4 @@
-"""`repro measure`: everything that a GPU is measured for, in order, as far as the time allows."""
+"""`repro measure`: all measurements of a GPU, in order, within a time limit."""
 
 from typing import Annotated
 

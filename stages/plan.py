@@ -1,4 +1,4 @@
-"""`repro plan`: the runs of the parameters, with their time where it was measured. Nothing is started."""
+"""`repro plan`: the runs that the parameters define, with their time where it was measured. Nothing is started."""
 
 from typing import Annotated
 

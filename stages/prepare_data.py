@@ -1,6 +1,4 @@
-"""Stage prepare_data: check a data set, or write an embedded one, and record it as a manifest on which later stages
-depend.
-"""
+"""`repro prepare-data`: check a data set, or write an embedded one, and record the manifest that later stages need."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""`repro readings`: effects of each interpretation on the printed counts; the profile digits trains a nano by each."""
+"""`repro readings`: effect of each interpretation on the printed counts; the profile digits trains a nano with each."""
 
 from repro.core.paths import find_root
 
@@ -8,7 +8,7 @@ STAGE = Stage(hidden=True)
 
 
 def command() -> None:
-    """Count what each reading of the paper changes: parameters and multiply-adds, of pairs too."""
+    """Count parameters and multiply-adds for each reading of the paper, and for pairs of readings."""
     from repro.papers.vision_ttt.readings import record_fits
 
     record_fits(find_root())

@@ -1,4 +1,4 @@
-"""`repro report`: the papers' numbers next to ours, and the status of each, from the records under results/."""
+"""`repro report`: comparison of the papers' numbers with ours, from the records under results/."""
 
 import importlib
 import re
@@ -30,11 +30,12 @@ def command(
 
 
 def report_on_papers(paths: Paths, *, html: bool = True, check: bool = False) -> None:
-    """Report on every paper that has a room; see `write_report` and, for `check`, `find_outdated` in
-    `repro.report.pages`.
+    """Write the pages of every paper, or with `check` only compare them with the records.
+
+    See `write_report` and `find_outdated` in `repro.report.pages`.
 
     Raises:
-        RunError: `check`, and a page is not what the records give.
+        RunError: with `check`, a page differs from what the records give.
     """
     from repro.bench import campaign
     from repro.report import kernels
@@ -64,13 +65,13 @@ def report_on_papers(paths: Paths, *, html: bool = True, check: bool = False) ->
 
 
 def load_scores() -> dict[str, dict[str, str]]:
-    """The stages whose records the report reads, in the order of dvc.yaml -> the keys of their scores -> labels."""
+    """Return stage -> key of a score -> label, for the stages whose records the report reads, in dvc.yaml's order."""
     table = load_stages()
     return {name: dict(table[name].scores) for name in list_graph() if name in table and table[name].shown}
 
 
 def describe_verbs() -> str:
-    """The verbs by purpose in the order of use, as Markdown. README.md has it; `repro --help` says what each does."""
+    """Tabulate the verbs by purpose in the order of use, as the Markdown block of README.md."""
     table = load_stages()
     lines = [
         f"| {PURPOSES[purpose]} | {', '.join(f'`{verb_of(name)}`' for name in names if not table[name].hidden)} |"
@@ -80,7 +81,7 @@ def describe_verbs() -> str:
 
 
 def describe_families() -> str:
-    """List the families with the sizes of their models, without nanos, by the first sentence of each module."""
+    """Tabulate the families with the sizes of their models, without nanos, and the first paragraph of each module."""
     import timm
 
     import repro.models

@@ -7,7 +7,7 @@ from repro.inference.params import ResolutionParams
 
 from . import Stage
 
-# the weights files name their models
+# no task is declared: the files of weights name their models
 STAGE = Stage(params=ResolutionParams, alone=True, hidden=True)
 
 

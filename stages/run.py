@@ -1,4 +1,4 @@
-"""`repro run`: the whole pipeline, as `dvc repro` runs it, but several stages at once."""
+"""`repro run`: the pipeline of `dvc repro` with several stages at once."""
 
 from typing import Annotated
 

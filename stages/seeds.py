@@ -1,4 +1,4 @@
-"""`repro seeds`: the trainings that a profile registers before they run, one file for each seed."""
+"""`repro seeds`: trainings that a profile registers before they run, with one result file for each seed."""
 
 import datetime
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""`repro verify`: whether this machine's scores are those that the repository holds."""
+"""`repro verify`: comparison of this machine's scores with those in the repository."""
 
 from typing import Annotated
 

@@ -1,6 +1,4 @@
-"""`repro visualize`: gradient magnitude maps, receptive fields and reconstruction losses (Fig. 3, 8 to 11), and their
-numbers.
-"""
+"""`repro visualize`: gradient magnitude maps, receptive fields and reconstruction losses (Fig. 3, 8 to 11)."""
 
 from repro.core.config import load_section
 from repro.core.paths import find_root
@@ -9,7 +7,7 @@ from repro.inference.params import VisualizeParams
 
 from . import Stage
 
-# the weights files name their models
+# no task is declared: the files of weights name their models
 STAGE = Stage(params=VisualizeParams, hidden=True)
 
 

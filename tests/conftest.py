@@ -1,4 +1,4 @@
-"""What tests of every folder share."""
+"""Fixtures and helpers for the tests of all folders."""
 
 import hashlib
 import os
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(autouse=True)
 def keep_determinism():
-    """Leave PyTorch's choice of algorithms as the test found it: a training in this process asks for repeatable ones."""
+    """Restore PyTorch's settings of determinism after each test, because a training in this process changes them."""
     asked, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled, tuned = torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark
     yield
@@ -27,7 +27,7 @@ def keep_determinism():
 
 
 def run_main() -> int:
-    """Run `repro` with the arguments in sys.argv, in this process; its exit code."""
+    """Run `repro` with the arguments in sys.argv in this process, and return its exit code."""
     from repro.cli import main
 
     try:
@@ -44,19 +44,19 @@ class CommandLine:
         self._monkeypatch, self._capsys = monkeypatch, capsys
 
     def __call__(self, *args: str) -> tuple[int, str, str]:
-        """Exit code, stdout and stderr of `repro ARGS`."""
+        """Run `repro ARGS` and return (exit code, stdout, stderr)."""
         self._monkeypatch.setattr(sys, "argv", ["repro", *args])
         self._capsys.readouterr()
         return run_main(), *self._capsys.readouterr()
 
     def run(self, *args: str, silent: bool = False) -> str:
-        """What `repro ARGS` prints; it must succeed, and if it is to be `silent`, with nothing on stderr."""
+        """Run `repro ARGS`, which must succeed, and return its output; if `silent`, stderr must be empty."""
         code, out, err = self(*args)
         assert code == 0 and not (silent and err), err
         return out
 
     def refuse(self, *args: str, code: int = 2) -> str:
-        """The line of error with which `repro ARGS` ends, with this exit code."""
+        """Run `repro ARGS`, which must end with this exit code and one line of error, and return the line."""
         ended, out, err = self(*args)
         assert ended == code and err.startswith("repro: ") and err.count("\n") == 1, err or out
         return err
@@ -64,26 +64,26 @@ class CommandLine:
 
 @pytest.fixture
 def repro_cli(monkeypatch, capsys) -> CommandLine:
-    """`repro_cli("pretrain", "--cell", "nano")` -> (exit code, stdout, stderr); or `.run` or `.refuse` for one of them."""
+    """Return the command line: `repro_cli("pretrain", "--cell", "nano")`, or its methods `.run` and `.refuse`."""
     return CommandLine(monkeypatch, capsys)
 
 
 def run_python(*args: str, cwd: Path | str = ROOT, **environment: str) -> subprocess.CompletedProcess:
-    """Python in a process of its own, with changes to the environment; its output is kept as text."""
+    """Run Python in a new process with changes to the environment, and capture its output as text."""
     command = [sys.executable, *args]
     changed = os.environ | {"OMP_NUM_THREADS": "1"} | environment
     return subprocess.run(command, cwd=cwd, env=changed, capture_output=True, text=True, timeout=1800)
 
 
 def link_code(root: Path) -> None:
-    """Give a checkout this project's code and profiles."""
+    """Link this project's code and profiles into a work tree."""
     for name in ("kernels", "repro", "stages", "profiles"):
         (root / name).symlink_to(ROOT / name)
 
 
 @pytest.fixture
 def bare_checkout(tmp_path, monkeypatch):
-    """A folder with this code and neither stages nor data, as the working directory."""
+    """Make a work tree with this code and neither stages nor data, and enter it."""
     link_code(tmp_path)
     (tmp_path / "dvc.yaml").write_text("stages: {}\n")
     (tmp_path / "params.yaml").write_text("runtime: {data_roots: {}}\n")
@@ -93,7 +93,7 @@ def bare_checkout(tmp_path, monkeypatch):
 
 
 class Python2Pickler(pickle._Pickler):
-    """Writes text and bytes as Python 2 wrote its strings, as the files of CIFAR-10 and CIFAR-100 have them."""
+    """A pickler that writes text and bytes as Python 2's strings, like the files of CIFAR-10 and CIFAR-100."""
 
     dispatch: ClassVar = dict(pickle._Pickler.dispatch)
 
@@ -107,9 +107,9 @@ class Python2Pickler(pickle._Pickler):
 
 @pytest.fixture
 def cifar_files(tmp_path, monkeypatch):
-    """A folder with the files of CIFAR-10 and CIFAR-100, two classes in each, and torchvision's MD5 sums set to theirs.
+    """Write small files of CIFAR-10 and CIFAR-100 with two classes, and set torchvision's MD5 sums to theirs.
 
-    Training image i is of class i % 2 and has the grey value i; test image i, of class i % 2, has 255 - i.
+    Training image i has class i % 2 and the grey value i; test image i has class i % 2 and the grey value 255 - i.
     """
     from torchvision.datasets import CIFAR10, CIFAR100
 

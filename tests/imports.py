@@ -1,4 +1,4 @@
-"""Which first-party files a module imports, for the tests of the layout and of the graph."""
+"""The first-party files that a module imports, for the tests of the layout and of the graph."""
 
 import ast
 import functools
@@ -9,12 +9,13 @@ from repro.core.hashing import FIRST_PARTY
 
 
 def import_closure(root: Path, modules: Iterable[str]) -> list[str]:
-    """First-party source files that the given modules import, directly or not, as sorted paths relative to `root`.
+    """Return the first-party files that modules import, directly or not, as sorted paths relative to `root`.
 
-    Static: reads `import` statements anywhere in a file (also inside functions), resolves relative imports, and
-    includes each package's `__init__.py` on the way, since Python runs it.
+    The search is static: it reads `import` statements anywhere in a file, also inside functions, resolves relative
+    imports, and includes the `__init__.py` of each package on the way, because Python runs it.
     """
-    found: dict[str, str | None] = {}  # name of a module -> its file, None for one of others or for what is no module
+    # dotted name -> its file; None for a name that is no module, or no first-party one
+    found: dict[str, str | None] = {}
     todo = list(modules)
     while todo:
         parts = todo.pop().split(".")
@@ -33,9 +34,9 @@ def import_closure(root: Path, modules: Iterable[str]) -> list[str]:
 
 @functools.cache
 def find_imports(source: str, package: str, path: str) -> tuple[str, ...]:
-    """The modules that a source imports anywhere, and the names that it takes from modules, all by absolute names.
+    """Return the absolute names of the modules that a source imports anywhere, and of the names imported from them.
 
-    `package` is the dotted name of the package that its file lies in; `path` is for messages.
+    `package` is the dotted name of the package of its file; `path` is for messages.
     """
     found = []
     for node in ast.walk(ast.parse(source, filename=path)):

@@ -1,4 +1,4 @@
-"""Which cases of a parametrised test run in `make test`; `make test-all` runs the others too."""
+"""Marks for cases of parametrised tests that only `make test-all` runs."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,12 +7,12 @@ import pytest
 
 
 def slow(*values: Any) -> Any:
-    """A case for `make test-all` alone."""
+    """Make a case that only `make test-all` runs."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def first(cases: Iterable[Any], count: int = 1) -> list[Any]:
-    """The cases, of which all but the first `count` are slow; each is a value, a tuple of values, or a `pytest.param`."""
+    """Mark all cases but the first `count` as slow; each is a value, a tuple of values, or a `pytest.param`."""
     cases = list(cases)
     return [*cases[:count], *map(_make_slow, cases[count:])]
 

@@ -1,3 +1,4 @@
-"""Costs of a model: parameters and multiply-adds (`flops`, `adapted`), and time and memory on a device (`speed`,
-`op_rate`); rows of many models with their records, tables and figures (`complexity`, `efficiency`, `kernels`, `forms`).
+"""Costs of models: parameters and multiply-adds (`flops`, `adapted`), time and memory on a device (`speed`, `op_rate`).
+
+`complexity`, `efficiency`, `kernels` and `forms` measure many rows, and write their records, tables and figures.
 """

@@ -1,13 +1,15 @@
 """Costs of a plain backbone with its ViT-Adapter: the two counts of Table 2, without necks and heads.
 
-`Cost.macs` follows the one convention of `flops`. The papers in Table 2 count otherwise; `Cost.paper_terms` add up
-to their number. For ViT, VRWKV, ViT3 and Vittt they count by module hooks: in addition to the multiply-adds, 1 for
-every output of a convolution with a bias, 2 for every element of a LayerNorm, and 1 for every element that enters ReLU
-and max pooling. The samples of deformable attention enter as 660·N·D, which is a fit: 5 per channel, for D channels of
-12 samples of N queries in the four injectors, and of 4 samples of 5.25·N queries in the first four extractors. With it,
-every row of ViT and VRWKV is the printed one to 0.06 % on the left and, by the digits printed there, to 0.25 % on the
-right. A family states where its own papers count otherwise (`reported_mac_terms`): VRWKV for Bi-WKV, Vim for its
-blocks.
+`Cost.macs` follows the convention of `flops`. The papers in Table 2 count differently, and `Cost.paper_terms` add up to
+their number. For ViT, VRWKV, ViT3 and Vittt they count by module hooks. The hooks add 1 for every output of a
+convolution with a bias, 2 for every element of a LayerNorm, and 1 for every element that enters ReLU or max pooling.
+
+The samples of deformable attention count as 660·N·D, which is a fit: 5 per channel, for D channels of 12 samples of N
+queries in the four injectors, and of 4 samples of 5.25·N queries in the first four extractors. With this term, every
+row of ViT and VRWKV agrees with the paper to 0.06 % on the left side of the table, and to 0.25 %, which is the
+precision of the printed digits, on the right side. `reported_mac_terms` of a family replaces terms that its own paper
+counts
+differently: Bi-WKV of VRWKV, the blocks of Vim.
 """
 
 from collections import Counter
@@ -23,7 +25,7 @@ from .build import fused_attention
 from .flops import Cost, OperatorCounter
 
 _SAMPLING_FIT = 660  # per patch token and channel
-# the count of hooks for a module in addition to its multiply-adds
+# class of a module -> (term, operations that its hook counts in addition to the multiply-adds)
 _HOOKS: dict[type[nn.Module], tuple[str, Callable[[nn.Module, torch.Tensor, torch.Tensor], int]]] = {
     nn.Conv2d: ("conv_bias", lambda module, x, out: out.numel() if module.bias is not None else 0),
     nn.ConvTranspose2d: ("conv_bias", lambda module, x, out: out.numel() if module.bias is not None else 0),
@@ -34,9 +36,9 @@ _HOOKS: dict[type[nn.Module], tuple[str, Callable[[nn.Module, torch.Tensor, torc
 
 
 def adapted_cost(backbone: str, image_size: tuple[int, int], options: Mapping[str, Any] | None = None) -> Cost:
-    """Parameters and multiply-adds of a backbone with its adapter for one image of (H, W) pixels.
+    """Count parameters and multiply-adds of a backbone with its adapter for one image of (H, W) pixels.
 
-    The backbone is a registered one with options, and is built for the size of its own training.
+    `backbone` is a registered name. The backbone is built with these options for its own training size.
 
     Raises:
         ValueError: a model without an adapter, a side that is no multiple of 32, or an operator without a count.
@@ -62,7 +64,7 @@ def adapted_cost(backbone: str, image_size: tuple[int, int], options: Mapping[st
 
 
 def _replace_uncounted(model: ViTAdapter, image: torch.Tensor, counter: OperatorCounter, terms: dict[str, int]) -> None:
-    """Add the terms that the papers count by formula: the samples, and those that the backbone's family reports."""
+    """Add the terms that the papers count by formula: the samples, and the terms that the backbone's family reports."""
     backbone = model.backbone
     with torch.no_grad():
         tokens, grid = backbone.embed(image)

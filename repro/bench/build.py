@@ -1,4 +1,4 @@
-"""Building any registered model for any image size, with fused or unfused attention, in memory or on the meta device."""
+"""Construction of registered models for any image size and device, with fused or unfused attention."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -12,9 +12,9 @@ from ..models.registry import build_model
 
 @contextlib.contextmanager
 def fused_attention(enabled: bool) -> Iterator[None]:
-    """Within the context, models are built with PyTorch's fused attention, or with two matrix products and a softmax.
+    """Build models within the context with PyTorch's fused attention, or with two matrix products and a softmax.
 
-    timm reads this switch when it constructs an attention layer, so a model keeps what it was built with.
+    timm reads this switch when it constructs an attention layer, so a model keeps its kind of attention afterwards.
     """
     before, experimental = use_fused_attn(), use_fused_attn(experimental=True)
     set_fused_attn(enabled)
@@ -32,7 +32,7 @@ def build_eval_model(
     fused: bool = True,
     device: str | torch.device = "cpu",
 ) -> torch.nn.Module:
-    """A registered model with options, in eval mode, for images (B, 3, H, W) of (H, W) pixels; see `fused_attention`.
+    """Build a registered model in eval mode for images (B, 3, H, W) of `image_size` (H, W); see `fused_attention`.
 
     Raises:
         ValueError: an unknown name, or options that the model refuses.
@@ -44,5 +44,5 @@ def build_eval_model(
         except NotImplementedError:
             if torch.device(device).type != "meta":
                 raise
-            # some constructors compute with values (RegNet calls torch.unique), which the meta device does not have
+            # some constructors need values, which the meta device lacks (RegNet calls torch.unique): build on the CPU
             return build_model(name, img_size=image_size, **options).to("meta").eval()

@@ -1,9 +1,8 @@
-"""Everything that a device is measured for, one step after the other, as far as the time allows: `repro measure`.
+"""All measurements of a device as a series of steps within a time limit: `repro measure`.
 
-Each step runs in a process of its own, so that a broken one, which may leave a GPU unusable to its process, costs
-nothing but itself. A step's measurements lie under results, written as they come. A GPU that is free for some minutes
-at a time is measured by calling the same command again: until every step is complete, a call goes on where the last one
-ended, and takes no step twice.
+Each step runs in its own process, because a failed kernel can leave the GPU unusable to its process. A step writes each
+measurement under results at once. If a GPU is free for a few minutes at a time, call the same command again: until
+every step is complete, a call continues where the last one ended, and repeats no completed step.
 """
 
 import dataclasses
@@ -32,8 +31,8 @@ from .lanes import run_in_lanes
 from .probe import describe_probes, probe_device
 from .sweep import PAIR
 
-SHORTEST_S = 20.0  # with less left nothing is begun
-TRAINED = "speed/pretrain/vittt_tiny_digits"  # the speed of a cell that no params file has
+SHORTEST_S = 20.0  # with less time left, no step begins
+TRAINED = "speed/pretrain/vittt_tiny_digits"  # the cell `TRAINING`, which no params file has
 TRAINING = {
     "model": "vittt_tiny_patch16_224",
     "data": "digits",
@@ -51,14 +50,18 @@ TRAINING = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CampaignParams:
-    """The parameters of the machine's record: none."""
+    """The parameters of the record of the environment: none."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CampaignStep:
-    """One step: its name, its question, and (paths, minutes left or None, when all began) -> whether it is complete.
+    """One step of the measurements.
 
-    In a call with a time limit it has no more than `limit` minutes, so that no step takes those of all others.
+    Args:
+        name: the step's name.
+        about: its purpose in words.
+        run: (paths, minutes left or None, start of the series) -> whether the step is complete.
+        limit: the most minutes that the step may take in a call with a time limit, so that later steps get their share.
     """
 
     name: str
@@ -68,7 +71,7 @@ class CampaignStep:
 
 
 def record_environment(paths: Paths, minutes: float | None, began: str) -> bool:
-    """results/replications/<device>/environment.json: the machine, its versions, and obstacles to the kernels."""
+    """Write results/replications/<device>/environment.json: the machine, versions, and obstacles to the kernels."""
     import torch
 
     from kernels import selected_backend
@@ -89,9 +92,13 @@ def record_environment(paths: Paths, minutes: float | None, began: str) -> bool:
 
 
 def time_training(paths: Paths, minutes: float | None, began: str) -> bool:
-    """speed/pretrain/vittt_tiny_digits.json: a training's speed as `record_speed` writes it, with the share of the peak.
+    """Write speed/pretrain/vittt_tiny_digits.json: a training's speed by `record_speed`, with its share of the peak.
 
-    The second of two short trainings counts, whose kernels are compiled. Git keeps nothing else of them.
+    Two seeds are trained, and the speed is that of the second one, whose kernels are compiled. The training's own
+    record is deleted.
+
+    Raises:
+        RunError: PyTorch sees no CUDA device.
     """
     import torch
 
@@ -111,15 +118,15 @@ def time_training(paths: Paths, minutes: float | None, began: str) -> bool:
     runtime = dataclasses.replace(
         given, device="cuda", workers=min(8, usable_cores()), peak_tflops=peak, data_roots=roots
     )
-    record.unlink(missing_ok=True)  # a training that is recorded would not be repeated
+    record.unlink(missing_ok=True)  # a training with a record would be skipped
     about = {"params": params, "spec": SPEC, "paths": paths, "runtime": runtime, "record": record}
     train_cells([Cell(stage=stage, name=name, **about)])
-    record.unlink()  # its speed alone is kept
+    record.unlink()  # only its speed is of interest
     return True
 
 
 def sweep_rows(paths: Paths, minutes: float | None, began: str, **options: Any) -> bool:
-    """Rows of results/speed/<device>.csv: those of a `SweepParams` with these options, independent of params.yaml."""
+    """Measure the rows of a `SweepParams` with these options into results/speed/<device>.csv, without params.yaml."""
     from .efficiency import run_sweep
     from .params import SweepParams
 
@@ -131,15 +138,15 @@ def _plan_sweep(name: str, about: str, sizes: str, batch_size: int, **options: A
 
 
 _compare = partial(run_bench, compared=True)
-# the paper's claims on speed, at both ends of the range of image sizes
+# the models of the paper's claims on speed, which are measured at both ends of the range of image sizes
 _CLAIMED = {"families": PAIR}
-_COMPILED: dict[str, Any] = {"families": ("deit_fused",), "compile": True}  # the baseline at its best
+_COMPILED: dict[str, Any] = {"families": ("deit_fused",), "compile": True}  # the baseline's fastest form
 _WAYS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("", "Vittt-T and DeiT-T, fused and unfused", {}),
     (", graphs", "the same through CUDA graphs, which is the GPU's time", {"compile": "graphs"}),
 )
 
-# the first minutes on a GPU say what the next change to the kernels depends on, then answer the paper's claim
+# the order matters where a GPU is free for minutes only: correctness and the host's share first, then the paper's claim
 CAMPAIGN = (
     CampaignStep("environment", "the machine and its versions", record_environment),
     CampaignStep(
@@ -177,12 +184,15 @@ CAMPAIGN = (
 
 
 def run_campaign(paths: Paths, minutes: float | None = None, steps: tuple[CampaignStep, ...] = CAMPAIGN) -> bool:
-    """Run the steps in order until the time is up, and print the steps that are left; return whether there are none.
+    """Run the steps in order until the time is up, print the steps that are left, and return whether there are none.
 
-    A step that lacks a package is left out and named. Steps that an unfinished call completed are not taken again.
+    A step that lacks a package is skipped and named. Steps that an unfinished call completed are not repeated.
+
+    Args:
+        minutes: the time for all steps; None: no limit.
 
     Raises:
-        RunError: a step failed; the others were taken.
+        RunError: a step failed; the others were run.
     """
     end = None if minutes is None else time.monotonic() + 60 * minutes
     failed, left, lacking = [], [], []
@@ -221,7 +231,7 @@ def run_campaign(paths: Paths, minutes: float | None = None, steps: tuple[Campai
 
 
 def make_passages(paths: Paths) -> list[tuple[str, str, str]]:
-    """(page, marker, text) of results/speed.md: a line on each GPU's measurements, or that there is none."""
+    """Make the generated blocks (page, marker, text) of results/speed.md: a line for each measurement of a GPU."""
     lines = ["| device | file | what it says | commit |", "|---|---|---|---|"]
     for name, describe in _RECORDS.items():
         for file in sorted(paths.results.glob(f"replications/*/{name}.json")):
@@ -244,7 +254,7 @@ def make_passages(paths: Paths) -> list[tuple[str, str, str]]:
 
 
 def _describe_rows(rows: list[dict[str, Any]]) -> str:
-    """The content of a file of results/speed: checks by operator, or the number of rows."""
+    """Describe a file of results/speed: its checks by operator, or its number of rows."""
     if "checks" not in rows[0]:
         return f"{len(rows)} rows"
     listed = ", ".join(f"{row['checks']} of `{row['operator']}`" for row in rows)
@@ -258,7 +268,7 @@ def _describe_training(metrics: dict[str, Any]) -> str:
     return f"{what}: {metrics['throughput_img_per_s']:.0f} img/s, waited {metrics['data_wait_percent']:.0f} % for data, {mfu}"
 
 
-# the name of a record -> metrics -> what it says
+# name of a record -> function that describes its metrics in a sentence
 _RECORDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "environment": lambda metrics: (
         f"backend {metrics['backend']}; {metrics['compiler_obstacle'] or 'a C compiler is there'}"
@@ -268,7 +278,7 @@ _RECORDS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def _run_apart(step: CampaignStep, paths: Paths, minutes: float | None, began: str) -> bool:
-    """Take a step in a process of its own."""
+    """Run a step in its own process; return whether it is complete."""
 
     def died(_: Any) -> bool:
         raise RunError("its process was killed; what it had measured is kept")
@@ -278,7 +288,7 @@ def _run_apart(step: CampaignStep, paths: Paths, minutes: float | None, began: s
 
 
 def _run(paths: Paths, minutes: float | None, began: str, step: CampaignStep) -> tuple[bool, bool]:
-    """Run a step in its own process, used once; unexpected errors become one line."""
+    """Run a step in this worker, which is used once; return (is complete, True). Any error becomes one line."""
     try:
         return step.run(paths, minutes=minutes, began=began), True
     except (UserError, RunError, ModuleNotFoundError):

@@ -23,12 +23,13 @@ COLUMNS = ("row", "model", "image_size", "params_m", "macs_g", "method", "macs_g
 def run_complexity(params: ComplexityParams, paths: Paths) -> None:
     """Write results/complexity/{metrics.json, rows.csv, terms.csv}.
 
-    metrics: `rows` {row id: {model, options, image_size, num_params, params_m, macs_g, method}}, some with further
-    counts of the same forward pass: `macs_g_paper_convention`, the count of the authors of the family, or of a backbone
-    with its adapter (see `repro.bench.flops.Cost`), and where a group asks for it `macs_g_fvcore`, the count
-    of the tool fvcore without added handlers (see `repro.bench.fvcore`); `saved_at_1280_percent`, the
-    multiply-adds that a model saves against its baseline by size; `dwconv_params_m`, the parameters that the 3x3
-    depth-wise convolution adds by size.
+    metrics.json has these keys:
+        `rows`: row id -> {model, options, image_size, num_params, params_m (1e6), macs_g (1e9), method}. Some rows have
+            further counts of the same forward pass: `macs_g_paper_convention` by the convention of the family's authors
+            or, for a backbone with its adapter, of Table 2 (see `repro.bench.flops.Cost`). In groups with `fvcore` they
+            also have `macs_g_fvcore`, the count of the tool fvcore without added handlers (see `repro.bench.fvcore`).
+        `saved_at_1280_percent`: size -> share of multiply-adds that the model saves against its baseline.
+        `dwconv_params_m`: size -> parameters (1e6) of the 3x3 depth-wise convolution.
 
     Raises:
         UserError: an unknown model or option, or an image size that a model refuses.
@@ -56,13 +57,13 @@ def run_complexity(params: ComplexityParams, paths: Paths) -> None:
 
 
 def count_row(model: str, options: Mapping[str, Any], image_size: tuple[int, int]) -> Cost:
-    """Count one row of `ComplexityParams.rows`; raises a UserError that names a row that cannot be counted."""
+    """Count one row of `ComplexityParams.rows`; raise a UserError with the row's name if it cannot be counted."""
     with blame(f"complexity: {row_id(model, options, image_size)}", TypeError, ValueError, AssertionError):
         return adapted_cost(options["backbone"], image_size) if model == ADAPTER else cost(model, options, image_size)
 
 
 def _compare_pairs(sizes: Mapping[str, SizePair]) -> tuple[dict[str, float], dict[str, float]]:
-    """The percentage of multiply-adds saved, and the parameters of the depth-wise convolution in millions, by size."""
+    """Return size -> multiply-adds saved in percent, and size -> parameters (1e6) of the depth-wise convolution."""
     saved, dwconv = {}, {}
     for size, pair in sizes.items():
         ours, baseline = (count_row(model, {}, (SAVED_AT, SAVED_AT)) for model in (pair.model, pair.baseline))

@@ -1,4 +1,4 @@
-"""Conclusions from rows of speed: speed-ups, memory saved, crossovers, growth with tokens."""
+"""Comparisons of rows of speed: speed-ups, memory saved, crossovers, growth with the number of tokens."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,26 +10,27 @@ from .sweep import BASIS, GROUP_KEYS, SIZES, family_rows, group_rows
 
 Row = Mapping[str, Any]
 _QUANTITIES = {"macs": "macs_g", "latency": "latency_ms", "memory": "peak_memory_mib"}
-FEWEST_SIDES = 4  # of so many image sizes a comparison says from which one on a family is faster
-_GROWTH_FROM = 512  # pixels; below this, costs that do not grow with the tokens hide the growth
+FEWEST_SIDES = 4  # with fewer image sizes, no crossover is stated
+_GROWTH_FROM = 512  # pixels; in smaller images, constant costs hide the growth with the tokens
 
 
 def conclude(rows: Sequence[Row]) -> dict[str, Any]:
     """Compare rows of `bench.rows.read_rows`, pooled over their processes, and fit their growth.
 
-    Rows of one batch size, dtype, mode and compilation are compared. A time that is the host's says nothing of a GPU
-    (`core.speeds.mark_host`), and gives no ratio.
+    Only rows of one batch size, dtype, mode and compilation are compared. A row that is bound by the host does not show
+    the GPU's time (`core.speeds.mark_host`), so it gives no ratio.
 
     Returns:
         `compared`: a list of {batch_size, dtype, mode, compile, size, against, image_size, speedup, speedup_ends,
-            memory_saved_percent, crossover, crossover_image_size, faster_at, slower_at, open_at}: the first of the
-            families against each other one at the largest image size where both ran, the ends by the ranges over the
-            processes of both rows; see `crossover`, and at which image sizes the ratio lies on one side of 1 or on both.
-            The numbers are None, with a reason, where there is no such size, where the other family is not known to be
-            as fast as it should be, where a time is the host's, or, for the ends, where a row has one process.
+            memory_saved_percent, crossover, crossover_image_size, faster_at, slower_at, open_at}. Each compares the
+            family `BASIS` with one other family at the largest image size where both ran. `speedup_ends` follow from
+            the ranges over the processes of both rows. `faster_at`, `slower_at` and `open_at` are the image sizes where
+            these ends lie above 1, below 1, or on both sides; for the crossover see `crossover`. A number is None, with
+            a reason, if there is no common size, if the other family's speed cannot be trusted, if a time is the
+            host's, or, for the ends, if a row has one process.
         `growth`: a list of {batch_size, dtype, mode, compile, model, attention, image_sizes, macs_exponent,
-            latency_exponent, memory_exponent, latency_1280_over_640}: each quantity grows as tokens to the power of its
-            exponent, fitted from 512 pixels on; the time without rows that are the host's, whose sides are in
+            latency_exponent, memory_exponent, latency_1280_over_640}. Each quantity grows as tokens to the power of its
+            exponent, fitted from 512 pixels on. The fit of the time omits rows bound by the host, whose sides are in
             `left_out_image_sizes`.
     """
     pooled = mark_host(pool_runs(rows))
@@ -48,11 +49,14 @@ def conclude(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def crossover(ends: Mapping[int, tuple[float, float]]) -> tuple[str | None, int | None]:
-    """Say from which image size on ours is faster, of sides in pixels -> how many times as fast it is at least and most.
+    """Find the image size from which on ours is faster.
+
+    Args:
+        ends: side in pixels -> (least, most) speed-up of ours.
 
     Returns:
-        (`always` | `never` | `from` | `open`, the least side from which on it is faster at every measured one; None
-        where there is none). The first is None for fewer than `FEWEST_SIDES` sizes, which show no such thing.
+        (`always` | `never` | `from` | `open`, the smallest side from which on ours is faster at every measured side, or
+        None). The word is None for fewer than `FEWEST_SIDES` sides.
     """
     sides = sorted(ends)
     if len(sides) < FEWEST_SIDES:
@@ -76,7 +80,7 @@ def exponent(values: Mapping[int, float]) -> float | None:
 
 
 def _find_saved(ours: Row, theirs: Row) -> float | None:
-    """Our saving of memory in percent; None where a peak is not known."""
+    """Return our saving of memory in percent; None if a peak is unknown."""
     peaks = ours["peak_memory_mib"], theirs["peak_memory_mib"]
     return 100 * (1 - peaks[0] / peaks[1]) if all(peaks) else None
 
@@ -115,7 +119,7 @@ def _compare(family: str, ours: Sequence[Row], theirs: Sequence[Row]) -> dict[st
 
 
 def _withhold(family: str, theirs: Sequence[Row]) -> str | None:
-    """The reason why no ratio against a family may be given; None where there is none."""
+    """Return the reason to give no ratio against a family; None if there is no such reason."""
     if family in RATED_OPERATORS and all(row.get("op_share_of_copy_percent") is None for row in theirs):
         return "the speed of its operator was not measured at this batch size and dtype"
     if slow := next(filter(None, map(find_slow_operator, theirs)), None):

@@ -1,4 +1,4 @@
-"""Speed and memory: the fixed grid of the stage `efficiency`, and sweeps by the command line."""
+"""Measurement of speed and memory: the fixed grid of the stage `efficiency`, and sweeps from the command line."""
 
 import dataclasses
 import importlib.util
@@ -24,23 +24,23 @@ from .rows import Sheet, make_schedule, measure_pairs, measure_rows, share_finde
 from .speed import RowSpec
 from .sweep import FAMILIES, SIZES, family_rows, find_family, group_rows
 
-# in titles, in names
+# value of `compile` -> its words in titles of figures, and in names of files
 _COMPILED = {False: ("", ""), True: (", compiled", "_compiled"), "graphs": (", through CUDA graphs", "_graphs")}
 
 
 def run_grid(params: EfficiencyParams, paths: Paths, runtime: Runtime) -> None:
-    """Measure the rows of the `efficiency:` section, one process for each, and write results/efficiency/rows.csv.
+    """Measure the rows of the `efficiency:` section, each in its own process, and write results/efficiency/rows.csv.
 
     Raises:
         UserError: a model, backend or device that does not exist here.
-        RunError: a measuring process broke.
+        RunError: a measuring process failed.
     """
     started = time.monotonic()
     device, label = _open_device(runtime)
     with blame("efficiency", ValueError):
         selected_backend(params.backend, device, dtype=torch_dtype(params.dtype))
     file = paths.results / "efficiency" / "rows.csv"
-    file.unlink(missing_ok=True)  # rows of other params
+    file.unlink(missing_ok=True)  # it may hold rows of other params
     sheet = Sheet(file, paths.root, label, read_clock())
     specs = params.specs(device.type, runtime.threads)
     measure_rows(specs, sheet, make_schedule(specs), keep_failures=False)
@@ -52,18 +52,19 @@ def run_sweep(
 ) -> bool:
     """Measure the rows of a sweep into results/speed/<device>.csv, and draw figures in artifacts/speed/<device>.
 
-    An interrupted sweep, or one that left sizes out, is continued by the next call; a complete one is measured anew.
+    The next call continues an interrupted sweep, or one that left image sizes out; it repeats a complete one.
 
     Args:
-        began: rows measured since (`core.unfinished.read_clock`) are not measured again; None: since the unfinished
-            sweep of before began, if there is one.
-        started: `time.monotonic()` at the start of the call's time; None: now.
+        began: rows measured since this time (`core.unfinished.read_clock`) are not measured again; None: the start of
+            the unfinished sweep, if there is one.
+        started: `time.monotonic()` at the start of the time limit; None: now.
 
     Returns:
-        Whether no row was left out for want of time.
+        Whether every row was measured within the time limit.
 
     Raises:
-        UserError: a model or device that does not exist here, or a damaged file.
+        UserError: a model or device that does not exist here, CUDA graphs without a GPU or in training, or a damaged
+            file.
         Interrupted: Ctrl-C; the rows measured so far are kept.
         RunError: no row could be measured.
     """
@@ -105,7 +106,7 @@ def run_sweep(
 
 
 def describe_left_out(left_out: Sequence[RowSpec], seconds: float, params: SweepParams, device_type: str) -> str:
-    """A line on the image sizes that were left out, by families, with the command that measures them in time."""
+    """Describe the image sizes that were left out, by families, with a command whose time limit suffices for them."""
     families: dict[int, set[str]] = {}
     for spec in left_out:
         families.setdefault(spec.image_size[0], set()).add(find_family(vars(spec))[0] or spec.model)
@@ -128,7 +129,7 @@ def describe_left_out(left_out: Sequence[RowSpec], seconds: float, params: Sweep
 
 
 def _open_device(runtime: Runtime) -> tuple[torch.device, str]:
-    """The device to measure on and its label, once PyTorch has the number of threads that the runtime asks for."""
+    """Set PyTorch's number of threads to the runtime's, and return the device and its label."""
     device = choose_device(runtime.device)
     if runtime.threads:
         torch.set_num_threads(runtime.threads)

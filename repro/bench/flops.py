@@ -1,13 +1,12 @@
 """Parameters and multiply-adds (MACs) of any timm-registered model at any image size.
 
-There is one convention: a MAC is one multiply-add of a matrix product, of a convolution, or of an operator of
-`kernels`. Norms, activations, softmax, pooling, interpolation and element-wise arithmetic are free. Papers of this
-field call MACs "FLOPs"; `torch.utils.flop_counter` counts two FLOPs per MAC.
+A MAC is one multiply-add of a matrix product, of a convolution, or of an operator of `kernels`. Norms, activations,
+softmax, pooling, interpolation and element-wise arithmetic are free. Papers of this field call MACs "FLOPs";
+`torch.utils.flop_counter` counts two FLOPs per MAC.
 
-A model with a closed form is counted without a forward pass: this project's families have theirs as methods
-(`param_terms`, `mac_terms`), and timm's plain ViT and DeiT have theirs here. Any other model runs once on the
-meta device, with unfused attention, under a mode that refuses operators it cannot classify: an uncounted operator is an
-error, never a zero.
+A model with a closed form is counted without a forward pass. The families of this project have theirs as methods
+(`param_terms`, `mac_terms`); those of timm's plain ViT and DeiT are here. Any other model runs once on the meta device,
+with unfused attention, under a dispatch mode that refuses unknown operators, so none is silently counted as zero.
 """
 
 import dataclasses
@@ -23,7 +22,7 @@ from kernels.custom_op import SeesParts
 
 from . import build
 
-# operators of ATen without multiply-adds, in addition to those that PyTorch itself marks as views or as pointwise
+# ATen operators without multiply-adds, besides those that PyTorch tags as views or pointwise
 _FREE_ATEN = frozenset(
     # new tensors, copies and layout
     "empty empty_like new_empty empty_strided new_empty_strided zeros zeros_like new_zeros ones ones_like new_ones full "
@@ -47,15 +46,15 @@ class Cost:
     """The cost of a forward pass of one image.
 
     Args:
-        num_params: number of learned values; buffers, such as a frozen W0, do not count.
+        num_params: number of learned values, without buffers such as a frozen W0.
         macs: multiply-adds for one image.
         method: `analytic` for a closed form, `counter` for a counted forward pass.
         param_terms, mac_terms: the named terms of a closed form, whose sums are `num_params` and `macs`; empty for the
             counter.
-        paper_terms: the terms of the papers' convention, which add up to their number: of a backbone with its adapter
-            (see `adapted`), and of a family whose authors count otherwise than we do (its `paper_mac_terms`); empty for
-            others. VMamba's are fvcore's with its authors' handlers for the scan, MambaVision's leave out what no layer
-            of theirs is hooked for.
+        paper_terms: terms by the convention of the papers, whose sum is their number. They exist for a backbone with
+            its adapter (see `adapted`), and for a family whose authors count differently (its `paper_mac_terms`).
+            VMamba's are fvcore's with its authors' handlers for the scan; MambaVision's omit operations outside hooked
+            layers.
     """
 
     num_params: int
@@ -75,10 +74,11 @@ class Cost:
 
 
 def cost(name: str, options: Mapping[str, Any], image_size: tuple[int, int]) -> Cost:
-    """Parameters and MACs of a model for one image of (H, W) pixels.
+    """Count the parameters and MACs of a registered model for one image of (H, W) pixels.
 
     Raises:
-        ValueError: an unknown model, an image size that it refuses, or an operator whose multiply-adds are unknown.
+        ValueError: an unknown model, an image size that it refuses, an operator whose multiply-adds are unknown, or a
+            closed form whose parameters do not add up to the model's.
     """
     model = build.build_eval_model(name, options, image_size, fused=False, device="meta")
     num_params = sum(p.numel() for p in model.parameters())
@@ -93,7 +93,7 @@ def cost(name: str, options: Mapping[str, Any], image_size: tuple[int, int]) -> 
 
 
 def closed_form(model: torch.nn.Module, image_size: tuple[int, int]) -> tuple[dict[str, int], dict[str, int]] | None:
-    """(parameter terms, multiply-add terms) for one image of (H, W) pixels; None for a family without a closed form.
+    """Return (parameter terms, multiply-add terms) for one image of (H, W) pixels; None without a closed form.
 
     Raises:
         ValueError: an image size that the model does not take.
@@ -104,7 +104,7 @@ def closed_form(model: torch.nn.Module, image_size: tuple[int, int]) -> tuple[di
 
 
 def _is_plain_vit(model: torch.nn.Module) -> bool:
-    """Tell whether a model is a VisionTransformer of timm's with only parts that the closed form counts, as DeiT."""
+    """Tell whether a model is timm's VisionTransformer with no parts that the closed form omits; DeiT is one."""
     if type(model) is not VisionTransformer or not model.blocks:
         return False
     block = model.blocks[0]
@@ -132,7 +132,7 @@ def _is_plain_vit(model: torch.nn.Module) -> bool:
 
 
 def _vit_terms(model: VisionTransformer, image_size: tuple[int, int]) -> tuple[dict[str, int], dict[str, int]]:
-    """Symbols: D width, L depth, T tokens with class tokens, N patch tokens."""
+    """Return the closed form of a plain ViT; D is the width, L the depth, N patch tokens, T all tokens."""
     D, L = model.embed_dim, len(model.blocks)
     hidden = model.blocks[0].mlp.fc1.out_features
     patches, class_tokens = model.patch_embed.proj, model.num_prefix_tokens
@@ -161,7 +161,7 @@ def _vit_terms(model: VisionTransformer, image_size: tuple[int, int]) -> tuple[d
 
 
 def counted_macs(model: torch.nn.Module, image_size: tuple[int, int]) -> int:
-    """MACs of one forward pass of a (1, 3, H, W) image, counted operator by operator on the model's own device.
+    """Count the MACs of one forward pass of a (1, 3, H, W) image by operator, on the model's own device.
 
     Raises:
         ValueError: an operator ran that neither has a FLOP formula registered with PyTorch nor is known to be free.
@@ -173,9 +173,9 @@ def counted_macs(model: torch.nn.Module, image_size: tuple[int, int]) -> int:
 
 
 class OperatorCounter(SeesParts):
-    """Adds up the MACs of every operator that is dispatched inside the context; it raises the errors of `counted_macs`.
+    """A dispatch mode that adds up the MACs of every operator; it raises the errors of `counted_macs`.
 
-    On the meta device that is everything, because a kernel launched past the dispatcher cannot run there.
+    On the meta device nothing escapes the count, because a kernel launched past the dispatcher cannot run there.
     """
 
     def __init__(self) -> None:
@@ -187,13 +187,14 @@ class OperatorCounter(SeesParts):
         return self._flops.total() // 2
 
     def macs_of(self, operator: str) -> int:
-        """The MACs of one operator, such as `aten.mm`."""
+        """Return the MACs of one operator, such as `aten.mm`."""
         return self._flops[operator] // 2
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         formula = _OWN_FORMULAS.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
         if formula is None and not _is_free(func):
+            # a mode is off inside its own handler; re-entering it counts the parts of a composite operator
             with self:
                 out = func.decompose(*args, **kwargs)
             if out is NotImplemented:
@@ -220,10 +221,10 @@ def _convolution_backward_flops(
     *,
     out_val,
 ) -> int:
-    """Each requested gradient, of the input and of the weight, has as many multiply-adds as the convolution itself.
+    """Count the FLOPs of a convolution's gradients; each of input and weight has as many as the convolution itself.
 
-    PyTorch's own formula counts the gradient of the weight as if every group met every other. This operator is part of
-    a forward pass where an inner learner's model is a convolution.
+    PyTorch's own formula ignores the groups in the gradient of the weight. The operator occurs in a forward pass if an
+    inner learner is a convolution.
     """
     positions = x if transposed else grad_out
     return 2 * sum(output_mask[:2]) * positions.numel() * weight[0].numel()

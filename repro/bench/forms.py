@@ -1,6 +1,6 @@
-"""The recurrent and the parallel form of inner learners: time and memory over the tokens, by `repro kernels forms`.
+"""Time and memory of the recurrent and the parallel form of inner learners over the tokens: `repro kernels forms`.
 
-Both forms of a learner run in turn, and each ratio is of one turn.
+Both forms of a learner are timed in turn, and each speed ratio is taken within one turn, so that drift cancels.
 """
 
 import dataclasses
@@ -32,8 +32,8 @@ Form = Literal["recurrent", "parallel"]
 _FORMS: tuple[Form, ...] = ("recurrent", "parallel")
 TURNS = 11
 TURN_MS = 5.0
-BACKBONE = "vittt_tiny"  # also the setting of its rows
-# (step, backend) of the backbone as a whole
+BACKBONE = "vittt_tiny"  # also the value of `setting` in its rows
+# (step of the ablation chain, backend) of each measured whole backbone
 BACKBONES = (("own", "auto"), ("plain", "recurrent"), ("plain", "parallel"), ("dot", "recurrent"), ("dot", "parallel"))
 _ROW_KEY = ("setting", "learner", "mode", "tokens", "form")
 COLUMNS = (
@@ -60,8 +60,8 @@ class Setting:
     Args:
         name: `vision` or `paper`.
         tokens: the lengths of the sequence.
-        heads, head_dim: of every learner; LaCT has as many hidden units.
-        chunks: the learners that are measured, `lact` and `vittt` -> tokens of a chunk.
+        heads, head_dim: heads of every learner, and their width; LaCT has `head_dim` hidden units.
+        chunks: measured learner, `lact` or `vittt` -> tokens of a chunk.
         modes: `infer` for a forward pass, `train` for forward and backward.
     """
 
@@ -83,14 +83,14 @@ SETTINGS = (
         chunks={"lact": 256, "vittt": 16},
         modes=("infer", "train"),
     ),
-    # that of the authors' own benchmark (JunchenLiu77/flame@8765ce0), which is in bf16
+    # the setting of the authors' own benchmark (JunchenLiu77/flame@8765ce0), which runs in bf16
     Setting(name="paper", tokens=(32768,), heads=4, head_dim=384, chunks={"lact": 2048}),
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FormsParams:
-    """The parameters of a record: the settings, and the image sides in pixels at which whole backbones run."""
+    """The parameters of the measurement: its settings, and the image sides in pixels at which whole backbones run."""
 
     settings: tuple[Setting, ...] = SETTINGS
     image_sizes: tuple[int, ...] = (224, 1280)
@@ -99,12 +99,12 @@ class FormsParams:
 def run_forms(paths: Paths, runtime: Runtime, params: FormsParams = FormsParams()) -> None:
     """Measure both forms on this machine's device and write results/speed/forms/<device>.csv, see `COLUMNS`.
 
-    A row is of one setting, learner, form, mode and number of tokens; `tokens_m_per_s` counts a token once for each head,
-    as the paper does. Rows of the setting `backbone` are of Vittt-T as a whole with a learner, on an image of as many
-    tokens. An interrupted measurement is continued by the next call.
+    A row has one setting, learner, form, mode and number of tokens. `tokens_m_per_s` counts a token once for each head,
+    as the paper does. Rows with the setting `BACKBONE` measure the whole Vittt-T with a learner, on an image of so many
+    tokens. The next call continues an interrupted measurement.
 
     Raises:
-        RunError: a measuring process broke.
+        RunError: a measuring process failed.
     """
     device = choose_device(runtime.device)
     if runtime.threads and device.type == "cpu":
@@ -137,17 +137,17 @@ def run_forms(paths: Paths, runtime: Runtime, params: FormsParams = FormsParams(
 
 
 def read_forms(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file that `run_forms` wrote."""
+    """Read the rows of a file that `run_forms` wrote."""
     return [{**row, "samples_ms": row["samples_ms"] or []} for row in read_typed_csv(path, TYPES)]
 
 
 def _identify(row: Mapping[str, Any]) -> tuple:
-    """The key of a row's measurement."""
+    """Return the key of a row's measurement."""
     return tuple(row[name] for name in _ROW_KEY)
 
 
 def _make_learners(setting: Setting, tokens: int, device: str) -> dict[str, dict[Form, Callable[[], Tensor]]]:
-    """Learner -> form -> a forward pass. Those with one form are there to be compared with."""
+    """Return learner -> form -> forward pass; a learner without a parallel form has the recurrent one only."""
     generator = torch.Generator().manual_seed(0)
     h, d = setting.heads, setting.head_dim
 
@@ -185,7 +185,7 @@ def _make_learners(setting: Setting, tokens: int, device: str) -> dict[str, dict
 def _measure_learner(
     about: dict[str, Any], setting: Setting, forms: dict[Form, Callable[[], Tensor]], device: str
 ) -> list[dict[str, Any]]:
-    """A row for each form, their samples taken in turn."""
+    """Measure a row for each form of a learner, with the samples taken in turn."""
 
     def infer(forward: Callable[[], Tensor]) -> None:
         with torch.no_grad():
@@ -214,11 +214,11 @@ def _measure_learner(
 
 
 def compare_forms(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The speedup of the parallel form, for each learner with both forms.
+    """Compute the speed-up of the parallel form for each learner with both forms.
 
     Returns:
-        {setting, learner, mode, tokens, ratio, ratio_ci95} each: the median over the turns of recurrent over parallel
-        time, and the interval of that median, None for few turns.
+        A list of {setting, learner, mode, tokens, ratio, ratio_ci95}. The ratio is the median over the turns of
+        recurrent over parallel time; its interval is that of the median (`median_interval`), None for few turns.
     """
     by_key = {_identify(row): row for row in rows if row["setting"] != BACKBONE}
     ratios = []

@@ -1,11 +1,14 @@
 """`macs_g_fvcore`: multiply-adds as fvcore counts them, ViT³'s convention for the FLOPs of its own models.
 
-fvcore counts products and convolutions as `flops` does. Its default handlers add, for each value, 5 in a LayerNorm or
-GroupNorm with a learned scale and 4 in one without, as in the keys' instance norm of T5, 2 in a BatchNorm at inference
-(1 without a scale), 4 at the output of a bilinear interpolation and 1 of a nearest one. A gradient inside the forward
-pass is a product or a convolution here; fvcore sees it where it is written as one. Operators of our own, such as the
-selective scan, enter by our formulas. VMamba's authors gave fvcore handlers for theirs: that count is the model's
-`paper_mac_terms`.
+fvcore counts products and convolutions as `flops` does. Its default handlers add operations for each value:
+
+- 5 in a LayerNorm or GroupNorm with a learned scale, 4 without one, as in the keys' instance norm of T5;
+- 2 in a BatchNorm at inference, 1 without a scale;
+- 4 at the output of a bilinear interpolation, 1 at that of a nearest one.
+
+A gradient inside the forward pass counts as the product or convolution that it is; fvcore sees it only where the code
+spells it out as one. Operators of this project, such as the selective scan, count by our formulas. VMamba's authors
+gave fvcore handlers for theirs; that count is the model's `paper_mac_terms`.
 """
 
 from collections.abc import Mapping
@@ -19,21 +22,21 @@ from ..models.inner_mixer import KeyNorm
 from . import build
 from .flops import Cost, OperatorCounter
 
-_PER_OUTPUT = {"bilinear": 4, "nearest": 1}  # by the mode of an interpolation
+_PER_OUTPUT = {"bilinear": 4, "nearest": 1}  # mode of an interpolation -> operations per output
 
 
 def fvcore_terms(counted: Cost, name: str, options: Mapping[str, Any], image_size: tuple[int, int]) -> dict[str, int]:
-    """The count of a model for one image of (H, W) pixels by its parts: `multiply_adds`, which are those of `counted`,
-    its `flops.cost`, then `norms` and `interpolation`.
+    """Return the terms of fvcore's count for one image of (H, W) pixels: `multiply_adds`, `norms`, `interpolation`.
 
-    For a denoiser (H, W) is the size of its input: that of the latents, where it draws those.
+    `counted` is the model's `flops.cost`, whose multiply-adds are taken over. For a denoiser, (H, W) is the size of its
+    input, which for a denoiser of latents is the size of the latents.
     """
     model = build.build_eval_model(name, options, image_size, fused=False, device="meta")
     return {"multiply_adds": counted.macs, **count_extras(model, image_size)}
 
 
 def count_extras(model: torch.nn.Module, image_size: tuple[int, int]) -> dict[str, int]:
-    """Count fvcore's further operations in a forward pass of one (H, W) image, on the model's own device."""
+    """Count fvcore's additional operations in a forward pass of one (H, W) image, on the model's own device."""
     device = next(model.parameters()).device
     if isinstance(model, Denoiser):
         numbers = torch.zeros(1, dtype=torch.long, device=device)
@@ -43,7 +46,7 @@ def count_extras(model: torch.nn.Module, image_size: tuple[int, int]) -> dict[st
     counter = _ExtrasCounter()
 
     def count_keys(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
-        if module.kind == "instance":  # written out here, and as one operator in the release
+        if module.kind == "instance":  # our code spells the norm out; the release calls one operator, which fvcore sees
             counter.extras["norms"] += 4 * out.numel()
 
     hooks = [module.register_forward_hook(count_keys) for module in model.modules() if isinstance(module, KeyNorm)]
@@ -71,7 +74,7 @@ class _ExtrasCounter(OperatorCounter):
 
 
 class _InterpolationCounter(TorchFunctionMode):
-    """Counts at the call, since PyTorch decomposes an interpolation once its compiler is loaded."""
+    """A counter of interpolations at the Python call: PyTorch decomposes the operator once its compiler is loaded."""
 
     def __init__(self, extras: dict[str, int]) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Correctness and speed of the Triton kernels: `repro kernels check` and `bench`.
 
-The rows are written as they come. A call that was cut short is continued by the next one; where all that is asked for
-is there, it is made anew.
+Each row is written as soon as it is measured. The next call continues one that was cut short, and repeats a complete
+one.
 """
 
 import functools
@@ -29,7 +29,7 @@ from ..core.unfinished import Unfinished, read_clock
 from .lanes import run_in_lanes
 
 Row = dict[str, Any]
-LANES = 8  # processes that check at once
+LANES = 8  # the most processes that check at once
 _WHERE = ("device", "commit", "torch", "triton", "measured")
 CHECK_COLUMNS = ("operator", "backend", "checks", "failed", "not_run", "failures", "nearest", "error", "limit", *_WHERE)
 CHECK_TYPES = {"checks": int, "failed": int, "not_run": int, "error": float, "limit": float}
@@ -37,7 +37,7 @@ BENCH_NUMBERS = ("median_ms", "p20_ms", "p80_ms", "gb_per_s", "tflop_per_s", "sh
 BENCH_NUMBERS += ("gflop",)
 BENCH_COLUMNS = ("operator", "implementation", "passes", "sizes", "dtype", "status", "samples", "bytes", *BENCH_NUMBERS)
 BENCH_COLUMNS += ("reason", "peer_version", *_WHERE)
-# key of a size in a row -> its form in a line
+# key of a size in a row -> its name in a printed line
 _PRINTED = {"tokens": "T", "heads": "heads", "head_dim": "D", "levels": "levels", "chunk_size": "chunk"}
 _PRINTED |= {"channels": "channels", "state_dim": "states"}
 BENCH_TYPES = dict.fromkeys(BENCH_NUMBERS, float) | {"samples": int, "bytes": int, "sizes": json.loads}
@@ -54,17 +54,18 @@ def check_kernels(
     """Check the kernels of one operator, or of all; write a line for each to results/speed/checks/<device>.csv.
 
     Args:
-        op: one operator; None checks all of them.
-        minutes: begin no check after this time.
-        began: operators that were checked since (`read_clock`) are not checked again; None: since the unfinished check
-            of before began, if there is one.
-        first: make so many checks of each operator alone; the next call goes on with the others.
+        op: the operator; None: all of them.
+        minutes: no check begins after this time.
+        began: operators checked since this time (`read_clock`) are not checked again; None: the start of the unfinished
+            call, if there is one.
+        first: the number of checks of each operator to make; the next call continues with the others. None: all.
 
     Returns:
-        Whether every operator is checked, so far as it was asked.
+        Whether all checks that were asked for are made.
 
     Raises:
-        UserError: no such operator, or kernels that cannot run here. RunError: a check failed.
+        UserError: no such operator, or kernels that cannot run here.
+        RunError: a check failed.
     """
     chosen = find_operators(op)
     import torch
@@ -115,7 +116,7 @@ def check_kernels(
 
 
 def _check_operator(cases: Any, device: Any, state: Unfinished, deadline: float, first: int | None) -> list[Row] | None:
-    """The rows of an operator, those of earlier calls first; None where the time ends before they are complete."""
+    """Make the checks of an operator that earlier calls did not; return all rows, or None if the time ended before."""
     from kernels.tools import check
 
     planned, rows = list(check.planned(cases, device)), state.kept.setdefault(cases.NAME, {})
@@ -132,7 +133,7 @@ def _check_operator(cases: Any, device: Any, state: Unfinished, deadline: float,
 
 
 def summarise_checks(rows: Sequence[Row]) -> Row:
-    """A line for an operator: how many checks, which failed, and the error that comes nearest to its limit."""
+    """Summarise an operator's checks in a line: their number, the failed ones, and the error nearest to its limit."""
     failures = [row for row in rows if row["passed"] is False]
     shares = [
         (error / row["limits"][name], f"{name} in {row['check']}, {row['dtype']}", error, row["limits"][name])
@@ -147,9 +148,9 @@ def summarise_checks(rows: Sequence[Row]) -> Row:
 
 
 def format_check(row: Mapping[str, Any]) -> str:
-    """A line for a row of `check.check_one`: the verdict, the check, and the error nearest to its limit."""
+    """Format a row of `check.check_one`: the verdict, the check, and the error nearest to its limit."""
     verdict = {True: "ok", False: "FAILED", None: "not run"}[row["passed"]]
-    detail = f", {_sizes(row)}, {row['dtype']}" if "tokens" in row else ""  # a check that broke off has no sizes
+    detail = f", {_sizes(row)}, {row['dtype']}" if "tokens" in row else ""  # a check that raised an error has no sizes
     if row.get("errors"):
         name, error = max(row["errors"].items(), key=lambda item: item[1] / row["limits"][item[0]])
         detail += f", nearest its limit: {name} {error:.1e} of {row['limits'][name]:.0e}"
@@ -165,7 +166,7 @@ def _sizes(row: Mapping[str, Any]) -> str:
 
 
 def _check_in_lanes(deadline: float, op: str, numbers: Sequence[int]) -> Iterator[tuple[int, Row]]:
-    """Make rows of `check.planned` on a GPU, several at a time."""
+    """Yield (number, row) of checks of `check.planned` on a GPU, several processes at a time."""
 
     def died(number: int) -> Row:
         return {"operator": op, "check": f"number {number}", "reason": "its process was killed", "passed": False}
@@ -175,7 +176,7 @@ def _check_in_lanes(deadline: float, op: str, numbers: Sequence[int]) -> Iterato
 
 
 def _check_one(op: str, number: int) -> tuple[Row, bool]:
-    """Run a check in the process of a lane: its row, and whether the GPU is lost to the process."""
+    """Run a check in a worker process; return its row, and whether the process has lost its GPU context."""
     import torch
 
     from kernels import triton_launch
@@ -185,7 +186,7 @@ def _check_one(op: str, number: int) -> tuple[Row, bool]:
     cases, device = operators.OPERATORS[op], torch.device("cuda")
     row = check.check_one(cases, *_list_checks(op)[number])
     try:
-        torch.cuda.synchronize(device)
+        torch.cuda.synchronize(device)  # kernels run asynchronously: their errors surface here
     except RuntimeError as error:
         return {**row, "passed": False, **check.failure(error)}, True
     return row, False
@@ -210,18 +211,19 @@ def run_bench(
 ) -> bool:
     """Time the kernels of one operator, or of all, and write results/speed/kernels/<device>.csv.
 
-    Kernels whose results are wrong at a typical size are not timed. A row is one of `kernels.tools.bench.measure`, with
-    the peaks of memory of Appendix B among those of TTT-Linear.
+    Kernels with wrong results at a typical size are not timed. A row is that of `kernels.tools.bench.measure`; the rows
+    of TTT-Linear include the peaks of memory of Appendix B.
 
     Args:
-        compared: only the shapes that the goals are about.
+        compared: whether to time only the shapes of the goals.
         op, minutes, began: see `check_kernels`.
 
     Returns:
-        Whether every row that was asked for is there.
+        Whether every row that was asked for exists.
 
     Raises:
-        UserError: no such operator, or no GPU. RunError: a check or a row of our own failed.
+        UserError: no such operator, or no GPU.
+        RunError: a check or a row of our own kernels failed.
     """
     chosen = find_operators(op)
     import torch
@@ -271,7 +273,7 @@ def run_bench(
             _write_bench(path, rows.values())
     if not left:
         state.finish()
-    # also those of an earlier call, which this one has not measured again
+    # a failure in an earlier part of this series counts too
     found = [rows[what] for what in wanted if _is_since(rows.get(what), since)]
     if failed := [row for row in found if row["status"] == "failed" and row["implementation"] in bench.OURS]:
         raise RunError(f"kernels bench: {len(failed)} rows failed, the first: {format_bench(failed[0])}")
@@ -281,16 +283,17 @@ def run_bench(
 
 
 def bench_against(paths: Paths, base: str, op: str | None = None, *, compared: bool = False) -> None:
-    """Time the kernels of another commit and then those here, and print how many times as fast these are.
+    """Time the kernels of another commit and then those here, and print the speed-up.
 
-    The other commit is checked out into a folder of its own for as long as it takes, and runs its own `kernels bench`.
+    The other commit is checked out into a temporary work tree, and runs its own `kernels bench`.
 
     Args:
         base: a commit, branch or tag.
         op, compared: see `run_bench`.
 
     Raises:
-        UserError: no such commit. RunError: its kernels cannot be timed; and see `run_bench`.
+        UserError: no such commit; or see `run_bench`.
+        RunError: the kernels of the other commit cannot be timed; or see `run_bench`.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "base"
@@ -319,7 +322,7 @@ def bench_against(paths: Paths, base: str, op: str | None = None, *, compared: b
 
 
 def _read_own(paths: Paths, op: str | None) -> dict[str, Row]:
-    """What was timed -> its row, of our kernels here."""
+    """Return "operator, sizes, passes" -> row of our Triton kernels on this machine's GPU."""
     import torch
 
     rows = read_bench(paths.speed / f"kernels/{device_slug(torch.device('cuda'))}.csv")
@@ -334,13 +337,13 @@ def _show_times(row: Row) -> str:
 
 
 def _compare_times(before: Row, after: Row) -> str:
-    """The ratio of the medians; open where the ranges overlap."""
+    """Show the ratio of the medians, marked `open` if the ranges from 20 % to 80 % overlap."""
     apart = before["p80_ms"] < after["p20_ms"] or after["p80_ms"] < before["p20_ms"]
     return f"{before['median_ms'] / after['median_ms']:.2f}{'' if apart else ', open'}"
 
 
 def format_bench(row: Mapping[str, Any]) -> str:
-    """A line for a row of `bench.measure`."""
+    """Format a row of `bench.measure` as a line."""
     what = f"{row['operator']}, {_sizes(row)}, {row['passes']}, {row['implementation']}"
     if row["status"] != "ok":
         return f"{what}: {row['status']} ({row['reason']})"
@@ -351,7 +354,7 @@ def format_bench(row: Mapping[str, Any]) -> str:
 
 
 def read_bench(path: Path) -> list[Row]:
-    """The rows of a file of results/speed/kernels, with the sizes of each among its keys."""
+    """Read the rows of a file of results/speed/kernels; the sizes of each become keys of the row."""
     return [row | (row.pop("sizes") or {}) for row in read_typed_csv(path, BENCH_TYPES)]
 
 
@@ -369,14 +372,18 @@ def _is_since(row: Row | None, since: str) -> bool:
 
 
 def _describe_place(paths: Paths, device: Any) -> Row:
-    """The device, versions, commit and time of a row's measurement."""
+    """Return the device, versions, commit and time of a measurement."""
     versions = {name: installed_version(name) for name in ("torch", "triton")}
     commit = (current_commit(paths.root) or "not in Git")[:12]
     return {"device": device_label(device), "commit": commit, **versions, "measured": read_clock()}
 
 
 def find_operators(op: str | None) -> list[Any]:
-    """The cases of the operator of that name; of all operators without one."""
+    """Return the cases of an operator; those of all operators for None.
+
+    Raises:
+        UserError: no such operator, or Triton is not installed.
+    """
     if importlib.util.find_spec("triton") is None:
         raise UserError("kernels: the package triton is not installed; PyTorch's CUDA builds bring it (Linux)")
     from kernels.tools.operators import OPERATORS
@@ -387,7 +394,7 @@ def find_operators(op: str | None) -> list[Any]:
 
 
 def find_memory_ratio(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """Appendix B: the peak memory of TTT-Linear's reference over that of the kernels; None where either is missing."""
+    """Return the peak memory of TTT-Linear's reference over that of the kernels (Appendix B); None without both."""
     peaks = {row["implementation"]: row["peak_memory_mib"] for row in rows if row["passes"] == "memory of both passes"}
     return peaks["reference"] / peaks["triton"] if all(peaks.get(name) for name in ("reference", "triton")) else None
 
@@ -397,5 +404,5 @@ def _deadline(minutes: float | None) -> float:
 
 
 def _left(deadline: float) -> float:
-    """Seconds until the deadline."""
+    """Return the seconds until the deadline."""
     return deadline - time.monotonic()

@@ -1,6 +1,7 @@
-"""Calls in processes of their own, side by side, each process replaced where its GPU is lost.
+"""Parallel calls in worker processes ("lanes"); a worker whose GPU context is lost is replaced.
 
-An illegal address in a kernel ends every later use of the GPU in its process: later work would be blamed.
+After an illegal memory access in a kernel, every later use of the GPU in the same process fails, so later tasks would
+be blamed for it.
 """
 
 import contextlib
@@ -18,10 +19,13 @@ def run_in_lanes(
     died: Callable[[Any], Any],
     is_late: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield (task, result) of each task, in the order of the tasks, from `lanes` processes.
+    """Yield (task, result) of each task, in the order of the tasks, from `lanes` worker processes.
 
-    `call`: task -> its result, and whether its process must not be used again; it is found by its name in the new
-    processes. `died`: task -> its result where the process ended. Once `is_late` no further task is begun.
+    Args:
+        call: task -> (result, whether its process must not be used again). It is pickled by name, because workers are
+            spawned.
+        died: task -> result, called if the worker ended without one.
+        is_late: tells whether the time is up; then no further task begins, and those left yield nothing.
     """
     idle: list[ProcessPoolExecutor] = []
 

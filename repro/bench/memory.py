@@ -1,4 +1,4 @@
-"""The peak memory of one computation, beyond the memory before it."""
+"""Peak memory of one computation, without the memory allocated before it."""
 
 import weakref
 from collections.abc import Callable
@@ -10,10 +10,10 @@ from torch.utils._pytree import tree_leaves
 
 
 def measure_peak_mib(step: Callable[[], Any], device: str) -> float:
-    """The most memory that the tensors of a computation take at once, in MiB; those that exist before it do not count.
+    """Measure the peak memory of the tensors that a computation allocates, in MiB.
 
-    On a GPU it is read from the allocator. On a CPU it is the size of all storages that are alive at the same time:
-    exact, and the same on every run, without what an operation takes inside itself.
+    On a GPU the peak is read from PyTorch's allocator. On a CPU it is the largest total size of storages that are alive
+    at once. This is exact and the same in every run, but omits buffers inside an operator.
     """
     if device == "cuda":
         torch.cuda.synchronize()
@@ -28,7 +28,7 @@ def measure_peak_mib(step: Callable[[], Any], device: str) -> float:
 
 
 class _LiveStorages(TorchDispatchMode):
-    """Counts the bytes of storages that operations make, until each is freed."""
+    """A dispatch mode that counts the bytes of the storages that operators allocate, until each is freed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,6 +36,7 @@ class _LiveStorages(TorchDispatchMode):
         self.now = self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        # views and in-place results share the storage of an argument and allocate nothing
         given = {self._key(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):

@@ -1,4 +1,4 @@
-"""Bandwidth of the scans of other families, as a share of a copy's on the same machine at the same moment."""
+"""Memory bandwidth of the other families' scans, as a share of a copy's bandwidth on the same machine."""
 
 import statistics
 from collections.abc import Callable, Mapping
@@ -15,14 +15,14 @@ from .speed import time_in_turn
 _TOKENS = 6400  # 1280 x 1280 pixels
 REPEATS = 7
 _COPY_BYTES = 2**28  # far beyond any cache
-_Case = tuple[Callable[[], Any], int]  # a step of the operator, and the bytes that it must read and write
+_Case = tuple[Callable[[], Any], int]  # (a call of the operator, the bytes that it must at least read and write)
 
 
 def measure_share(family: str, *, batch_size: int, device: str, dtype: str) -> float:
-    """The bandwidth of a family's operator (a key of `RATED_OPERATORS`) in percent of a copy's.
+    """Measure the bandwidth of a family's operator (a key of `RATED_OPERATORS`) in percent of a copy's.
 
-    The operator's forward pass at 6400 tokens and the copy are timed in turn. The operator's tensors count once, the copy
-    as read and written; rates are from median times.
+    The operator's forward pass at 6400 tokens and the copy are timed in turn, so a busy machine slows both. Each tensor
+    of the operator counts once; the copy counts as read and written. Rates follow from the median times.
     """
     step, op_bytes = RATED_OPERATORS[family](batch_size, device, torch_dtype(dtype))
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
@@ -34,7 +34,7 @@ def measure_share(family: str, *, batch_size: int, device: str, dtype: str) -> f
 
 
 def _selective_scan_case(batch_size: int, device: str, dtype: torch.dtype) -> _Case:
-    """Vim-T: E 384, N 16, both directions."""
+    """Make the case of Vim-T: E = 384, N = 16, both directions."""
     width, states = 384, 16
     draw = _make_draw(device)
     u, delta = (draw(batch_size, _TOKENS, 2, width, dtype=dtype) for _ in range(2))
@@ -42,13 +42,13 @@ def _selective_scan_case(batch_size: int, device: str, dtype: torch.dtype) -> _C
     z = draw(batch_size, _TOKENS, width, dtype=dtype)
     A = -torch.arange(1.0, states + 1, device=device).expand(2, width, states).contiguous()
     D, bias = torch.ones(2, width, device=device), torch.full((2, width), -4.0, device=device)
-    # the second u is as large as the output
+    # the second u stands for the output, which has the same size
     moved = sum(x.numel() * x.element_size() for x in (u, delta, B, C, z, u))
     return lambda: selective_scan_bidir(u, delta, A, B, C, D, z, bias), moved
 
 
 def _bi_wkv_case(batch_size: int, device: str, dtype: torch.dtype) -> _Case:
-    """VRWKV-T: C 192."""
+    """Make the case of VRWKV-T: C = 192."""
     draw = _make_draw(device)
     k, v = (draw(batch_size, _TOKENS, 192, dtype=dtype) for _ in range(2))
     w, u = (draw(192) / _TOKENS for _ in range(2))
@@ -56,7 +56,7 @@ def _bi_wkv_case(batch_size: int, device: str, dtype: torch.dtype) -> _Case:
 
 
 def _routes_case(batch_size: int, device: str, dtype: torch.dtype) -> _Case:
-    """VMamba-T's third stage: E 384, N 1, four routes over two sequences, with an fp32 output."""
+    """Make the case of VMamba-T's third stage: E = 384, N = 1, four routes over two sequences, with an fp32 output."""
     width, routes, sequences = 384, 4, 2
     draw = _make_draw(device)
     u, delta = (draw(batch_size, _TOKENS, count, width, dtype=dtype) for count in (sequences, routes))
@@ -69,7 +69,7 @@ def _routes_case(batch_size: int, device: str, dtype: torch.dtype) -> _Case:
 
 
 def _windows_case(batch_size: int, device: str, dtype: torch.dtype) -> _Case:
-    """MambaVision-T's third stage: E 160, N 8, in windows of 14x14 tokens."""
+    """Make the case of MambaVision-T's third stage: E = 160, N = 8, in windows of 14x14 tokens."""
     width, states, window = 160, 8, 14**2
     windows = batch_size * (_TOKENS // window)
     draw = _make_draw(device)
@@ -81,7 +81,7 @@ def _windows_case(batch_size: int, device: str, dtype: torch.dtype) -> _Case:
     return lambda: selective_scan(u, delta, A, B, C, D, None, bias), moved
 
 
-# family with an operator of this project's -> that operator at the smallest width of its layers, with `_TOKENS` tokens
+# family whose operator this project implements -> a case of it with `_TOKENS` tokens, at the width of size T
 RATED_OPERATORS: Mapping[str, Callable[[int, str, torch.dtype], _Case]] = {
     "vim": _selective_scan_case,
     "vrwkv": _bi_wkv_case,
@@ -91,7 +91,7 @@ RATED_OPERATORS: Mapping[str, Callable[[int, str, torch.dtype], _Case]] = {
 
 
 def _make_draw(device: str) -> Callable[..., torch.Tensor]:
-    """A function that draws normal random tensors of a shape, the same ones on every device."""
+    """Return a function that draws normal tensors on the CPU and moves them, so all devices get the same values."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The parameters of `repro complexity` and `repro efficiency`, and the rows that follow. Imports nothing heavy."""
+"""Parameters of `repro complexity` and `repro efficiency`, and the rows that they define; it does not import torch."""
 
 import dataclasses
 import itertools
@@ -11,7 +11,7 @@ from ..core.errors import UserError, did_you_mean
 from .speed import RowSpec
 from .sweep import FAMILIES, IMAGE_SIZES, PAIR, PATCH_SIZE, SIZES, order_by_importance
 
-# the model's name in the rows of a backbone with its adapter; its option `backbone` names the backbone
+# the value of `model` in the rows of a backbone with its adapter; the option `backbone` names the backbone
 ADAPTER = "vit_adapter"
 _RANGE = re.compile(r"(\d+)\.\.(\d+)(?::(\d+))?")
 
@@ -26,10 +26,14 @@ class SizePair:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowGroup:
-    """Rows to count: every model at every side of a square image with every combination of what may `vary`.
+    """A group of rows to count: the product of models, image sizes and options.
 
-    A denoiser of latents has the sides of its latents, an eighth of the image's: 32 for 256 pixels.
-    With `fvcore`, its rows also have the count of fvcore, see `repro.bench.fvcore`.
+    Args:
+        models: registered names.
+        image_sizes: sides of square images in pixels. For a denoiser of latents, the sides of its latents, an eighth of
+            the image's: 32 for 256 pixels.
+        vary: option -> its values.
+        fvcore: whether the rows also have fvcore's count, see `repro.bench.fvcore`.
     """
 
     models: tuple[str, ...]
@@ -38,14 +42,14 @@ class RowGroup:
     fvcore: bool = False
 
     def rows(self) -> Iterator[tuple[str, dict[str, str | int], tuple[int, int]]]:
-        """Yield model, options and (H, W) of every row."""
+        """Yield (model, options, (H, W)) of every row."""
         for model, side, *values in itertools.product(self.models, self.image_sizes, *self.vary.values()):
             yield model, dict(zip(self.vary, values, strict=True)), (side, side)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageSize:
-    """The size of an image in pixels; both sides are multiples of 32."""
+    """The size of an image in pixels; the adapter needs multiples of 32."""
 
     height: int = bounded(ge=32)
     width: int = bounded(ge=32)
@@ -53,7 +57,7 @@ class ImageSize:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterRows:
-    """Rows of Table 2: every backbone with its ViT-Adapter, without neck and head, at every image size."""
+    """The rows of Table 2: every backbone with its ViT-Adapter, without neck and head, at every image size."""
 
     backbones: tuple[str, ...] = ()
     image_sizes: tuple[ImageSize, ...] = ()
@@ -61,14 +65,14 @@ class AdapterRows:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ComplexityParams:
-    """The `complexity:` section: rows, and size (T, S, B) -> two models whose multiply-adds are compared at 1280²."""
+    """The `complexity:` section: the rows, and for each size (T, S, B) two models to compare at 1280²."""
 
     sizes: dict[str, SizePair]
     groups: tuple[RowGroup, ...]
     adapters: AdapterRows = AdapterRows()
 
     def rows(self) -> Iterator[tuple[str, dict[str, str | int], tuple[int, int]]]:
-        """Yield model, options and (H, W) of every row; a row may come twice."""
+        """Yield (model, options, (H, W)) of every row; a row may come twice."""
         for group in self.groups:
             yield from group.rows()
         for backbone, size in itertools.product(self.adapters.backbones, self.adapters.image_sizes):
@@ -80,10 +84,11 @@ class EfficiencyParams:
     """The `efficiency:` section: a fixed grid of rows.
 
     Args:
-        sizes: letter of a size (T, S, B) -> the models that are compared; the baseline runs with unfused and with fused
+        sizes: letter of a size (T, S, B) -> the two models to compare; the baseline runs with unfused and with fused
             attention.
+        others: further models, measured once for each image size.
         image_sizes: sides of square images in pixels.
-        batch_size, dtype, backend, steps, warmup, budget_s: of every row, see `repro.bench.speed.RowSpec`.
+        batch_size, dtype, backend, steps, warmup, budget_s: shared by all rows, see `repro.bench.speed.RowSpec`.
     """
 
     sizes: dict[str, SizePair]
@@ -98,14 +103,14 @@ class EfficiencyParams:
 
     @property
     def models(self) -> list[tuple[str, str | None]]:
-        """Every model with its attention, fused or unfused."""
+        """Return (model, attention) of every row of an image size; attention is `fused`, `unfused` or None."""
         pairs = [
             ((pair.model, None), (pair.baseline, "unfused"), (pair.baseline, "fused")) for pair in self.sizes.values()
         ]
         return [*itertools.chain(*pairs), *((model, None) for model in self.others)]
 
     def specs(self, device_type: str, threads: int | None = None) -> list[RowSpec]:
-        """The rows, one image size after the other: compared rows run close in time, and drift affects them equally."""
+        """Make the rows, one image size after the other, so that compared rows run close in time and drift together."""
         return _make_specs(self, self.models, self.image_sizes, device_type, threads)
 
 
@@ -116,14 +121,16 @@ GPU_DEFAULTS = {"sizes": ("T", "S", "B"), "batch_size": 64, "dtype": "bf16", "mi
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SweepParams:
-    """The options of a sweep; None is the device's default, see `CPU_DEFAULTS` and `GPU_DEFAULTS`.
+    """The options of a sweep; None stands for the device's default, see `CPU_DEFAULTS` and `GPU_DEFAULTS`.
 
     Args:
         image_sizes: sides of square images in pixels.
-        families: keys of `FAMILIES`, measured side by side; None: all of them, those of `PAIR` before the others.
-        batch_size, dtype, mode, compile, steps, warmup, budget_s: of every row, see `repro.bench.speed.RowSpec`.
-        minutes: time for all rows; rows that do not fit are left out and listed.
-        runs: how often each row is measured, each time in a process of its own.
+        families: keys of `FAMILIES`, all measured at one image size before the next; None: all families, first those of
+            `PAIR` at every image size, then the others.
+        sizes: keys of `SIZES`.
+        batch_size, dtype, mode, compile, steps, warmup, budget_s: shared by all rows, see `repro.bench.speed.RowSpec`.
+        minutes: time limit for all rows; rows that do not fit are left out and listed.
+        runs: how often each row is measured, each time in a new process.
     """
 
     image_sizes: tuple[int, ...] = IMAGE_SIZES
@@ -140,14 +147,15 @@ class SweepParams:
     budget_s: float = 600.0
 
     def with_defaults(self, device_type: str) -> Self:
-        """The same with the defaults of a device in place of None."""
+        """Return a copy with a device's defaults in place of None."""
         defaults = CPU_DEFAULTS if device_type == "cpu" else GPU_DEFAULTS
         given = {name for name in defaults if getattr(self, name) is not None}
         return dataclasses.replace(self, **{name: defaults[name] for name in defaults.keys() - given})
 
     def plan(self, device_type: str, threads: int | None = None) -> list[list[RowSpec]]:
-        """The rows, block by block: in a block one image size after the other, the most telling first; needs
-        `with_defaults`.
+        """Make the rows in blocks of families; in a block, one image size after the other by `order_by_importance`.
+
+        The params must come from `with_defaults`.
         """
         others = tuple(family for family in FAMILIES if family not in PAIR)
         blocks = []
@@ -158,7 +166,7 @@ class SweepParams:
         return blocks
 
     def command(self, device_type: str) -> str:
-        """The command line that measures this sweep on a device."""
+        """Return the command line that measures this sweep on a device."""
         given: dict[str, Any] = {
             "--res": self.image_sizes,
             "--families": self.families,
@@ -181,7 +189,7 @@ class SweepParams:
 def _make_specs(
     params: Any, models: list, image_sizes: Iterable[int], device_type: str, threads: int | None
 ) -> list[RowSpec]:
-    """A row for each image size and (model, attention), with all that the params of the grid or sweep say of a row."""
+    """Make a row for each image size and (model, attention), with the fields that params and `RowSpec` share."""
     names = [field.name for field in dataclasses.fields(RowSpec) if hasattr(params, field.name)]
     shared = {name: getattr(params, name) for name in names} | {"device": device_type, "threads": threads}
     return [
@@ -191,8 +199,13 @@ def _make_specs(
 
 
 def parse_image_sizes(text: str) -> tuple[int, ...]:
-    """Read image sizes: `224..1280` (those of `IMAGE_SIZES` in the range), `224..1280:128` (every 128 pixels), `224`,
-    or several of these separated by commas; a UserError for another text, or a size that is not a multiple of the patch.
+    """Read image sizes from a text and return them sorted.
+
+    The text is `224`, `224..1280` (those of `IMAGE_SIZES` in the range), `224..1280:128` (every 128 pixels), or several
+    of these separated by commas.
+
+    Raises:
+        UserError: another text, an empty range, or a size that is not a multiple of the patch.
     """
 
     def refuse(part: object, why: str) -> NoReturn:
@@ -223,7 +236,11 @@ def parse_image_sizes(text: str) -> tuple[int, ...]:
 
 
 def parse_names(option: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
-    """Names separated by commas, in the order of `known`; a UserError names the option of an unknown one."""
+    """Split names separated by commas and return them in the order of `known`.
+
+    Raises:
+        UserError: an unknown name; the message names the option.
+    """
     known, given = tuple(known), [name.strip() for name in text.split(",")]
     for name in given:
         if name not in known:

@@ -1,8 +1,8 @@
-"""The first measurements on a GPU, in one process: correctness of frozen models, the host's share of a pass, its time
-by kernel, and the gain of compiling.
+"""The first measurements on a GPU: correctness of frozen models, the host's share of a pass, time by kernel, and the
+gain of compilation.
 
-A line is written as soon as it is measured. Each section has a time limit of its own: one that breaks, or takes too long,
-leaves a line with the reason, and the next begins.
+All sections run in one process, and each line is written as soon as it is measured. Each section has its own time
+limit. A section that fails or exceeds its limit leaves a line with the reason, and the next one begins.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ COLUMNS = tuple(
     "section model image_size batch_size mode measure kernel calls value reason device commit torch triton measured".split()
 )
 TYPES = {"image_size": int, "batch_size": int, "calls": int, "value": float}
-KERNELS = 16  # of a pass, the slowest
-SAMPLES, FEWEST, SAMPLING_S = 50, 5, 2.0
-Corner = tuple[int, int]  # pixels of a side, images
+KERNELS = 16  # how many of a pass's slowest kernels are listed
+SAMPLES, FEWEST, SAMPLING_S = 50, 5, 2.0  # at most 50 samples within 2 s, at least 5
+Corner = tuple[int, int]  # (side of the images in pixels, batch size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The plan of a probe: models, corners of image size and batch, and the dtype of inference and of autocast."""
+    """The plan of a probe: models, corners (image size, batch), and the dtype of inference and of autocast."""
 
     model: str = "vittt_tiny_patch16_224"
     baseline: str = "deit_tiny_patch16_224"
@@ -42,12 +42,12 @@ class Plan:
 
 
 class ProbeLines:
-    """The lines of a probe, in a CSV file; a new probe begins with none.
+    """The lines of a probe in a CSV file, which is overwritten.
 
     Args:
         plan: models and corners, see `Plan`.
         path: the CSV file.
-        root: the checkout, whose commit each line names.
+        root: the root of the work tree, whose commit is written in each line.
     """
 
     def __init__(self, plan: Plan, path: Path, root: Path):
@@ -57,7 +57,7 @@ class ProbeLines:
         self._here = here | {name: installed_version(name) for name in ("torch", "triton")}
 
     def say(self, measure: str, value: float | None, **about: Any) -> None:
-        """Add a line; a value of None has a `reason`."""
+        """Add a line, write the file and print the line; with a value of None, `about` gives the `reason`."""
         found = {"section": self._section, "measure": measure, "value": value, **about}
         self.lines.append(found | self._here | {"measured": read_clock()})
         write_csv(self._path, self.lines, COLUMNS)
@@ -66,7 +66,7 @@ class ProbeLines:
 
     @contextlib.contextmanager
     def section(self, name: str, limit_s: float) -> Iterator[None]:
-        """A section by this name: an error in it, or its end after so many seconds, is a line, and no error."""
+        """Open a section with a time limit in seconds; an error in it, or the limit, becomes a line of the file."""
         self._section = name
         print(f"{name} (at most {limit_s:.0f} s)", flush=True)
 
@@ -86,7 +86,10 @@ class ProbeLines:
 
 
 def probe_device(paths: Paths, minutes: float | None, began: str, plan: Plan | None = None) -> bool:
-    """Write results/speed/probe/<device>.csv, and return whether the time was enough for all sections."""
+    """Write results/speed/probe/<device>.csv, and return whether the time sufficed for all sections.
+
+    `minutes` is the limit of the whole probe; None: no limit. A probe is always made anew, so `began` has no effect.
+    """
     plan = plan or Plan()
     probe = ProbeLines(plan, paths.speed / "probe" / f"{device_slug(plan.device)}.csv", paths.root)
     end = None if minutes is None else time.monotonic() + 60 * minutes
@@ -100,7 +103,7 @@ def probe_device(paths: Paths, minutes: float | None, began: str, plan: Plan | N
 
 
 def check_frozen(probe: ProbeLines) -> None:
-    """Errors of a frozen model against the plain path, in several calls, after another image size, and as a graph."""
+    """Compare a frozen model with the plain path: in repeated calls, after another image size, and as a CUDA graph."""
     import torch
 
     for side in sorted({side for side, _ in probe.plan.corners}):
@@ -110,11 +113,12 @@ def check_frozen(probe: ProbeLines) -> None:
             expected = plain(x).float()
             model.freeze(graphs=0)
             outs = [model(x).float() for _ in range(3)]
+            # another image size in between must not spoil buffers that the model keeps for the first one
             model(x[..., model.patch_size :].contiguous())
             outs.append(model(x).float())
             if probe.plan.device == "cuda":
                 replay, out = _capture(model, x)
-                out.zero_()
+                out.zero_()  # so that only a replay can fill it
                 replay()
                 outs.append(out.float())
         _say(probe, "relative_error", max(_error(out, expected) for out in outs), probe.plan.model, corner)
@@ -122,7 +126,7 @@ def check_frozen(probe: ProbeLines) -> None:
 
 
 def time_inference(probe: ProbeLines) -> None:
-    """At each corner, of both models: eager, with the host's share and the slowest kernels, and as a graph."""
+    """Time both models at each corner: eager, with the host's share and the slowest kernels, and as a CUDA graph."""
     for corner in probe.plan.corners:
         for name in (probe.plan.model, probe.plan.baseline):
             _time_inference(probe, name, corner, "eager")
@@ -134,7 +138,7 @@ def time_plain(probe: ProbeLines) -> None:
 
 
 def time_reduced(probe: ProbeLines) -> None:
-    """Inference under `torch.compile(mode="reduce-overhead")`, but for the largest corner."""
+    """Time inference under `torch.compile(mode="reduce-overhead")` at every corner but the first."""
     import torch
 
     for corner in probe.plan.corners[1:]:
@@ -151,7 +155,7 @@ def time_reduced(probe: ProbeLines) -> None:
 
 
 def time_steps(probe: ProbeLines, *, compiled: bool = False) -> None:
-    """A step of training in autocast, at the smallest image size and the largest batch: time, host, memory, kernels."""
+    """Time a training step in autocast at the smallest image size and the largest batch: host, memory, kernels."""
     import torch
     import torch.nn.functional as F
 
@@ -177,11 +181,11 @@ def time_steps(probe: ProbeLines, *, compiled: bool = False) -> None:
 
 
 def time_compiled_training(probe: ProbeLines) -> None:
-    """The same under `torch.compile`."""
+    """Time the training step of `time_steps` under `torch.compile`."""
     time_steps(probe, compiled=True)
 
 
-# name, limit in seconds, function; the first are those on which most depends
+# (name, limit in seconds, function), the most important first, since a limit of the whole probe cuts the last ones
 PROBES: tuple[tuple[str, float, Callable[[ProbeLines], None]], ...] = (
     ("right", 90, check_frozen),
     ("inference", 90, time_inference),
@@ -208,7 +212,7 @@ def _time_inference(probe: ProbeLines, name: str, corner: Corner, mode: str) -> 
 
 
 def _say_times(probe: ProbeLines, step: Callable[[], Any], name: str, corner: Corner, mode: str) -> None:
-    """The time of a step, how much of it the host took to launch it, and its slowest kernels."""
+    """Write the time of a step, the host's time to launch it, and its slowest kernels."""
     latency_ms, host_ms = _time(probe, step)
     _say(probe, "latency_ms", latency_ms, name, corner, mode)
     _say(probe, "host_ms", host_ms, name, corner, mode)
@@ -242,7 +246,7 @@ def _draw(probe: ProbeLines, corner: Corner, dtype: Any = None) -> Any:
 
 
 def _time(probe: ProbeLines, step: Callable[[], Any]) -> tuple[float, float]:
-    """The median milliseconds of a step, and those after which the host had launched it."""
+    """Return the median milliseconds of a step, and of the host's part, until the step is launched."""
     import torch
 
     wait = torch.cuda.synchronize if probe.plan.device == "cuda" else lambda: None
@@ -263,7 +267,7 @@ def _time(probe: ProbeLines, step: Callable[[], Any]) -> tuple[float, float]:
 
 
 def _find_kernels(probe: ProbeLines, step: Callable[[], Any]) -> list[tuple[str, int, float]]:
-    """(name, calls, milliseconds) of the slowest kernels of a step; on a CPU, of its operations."""
+    """Return (name, calls, milliseconds) of the slowest kernels of a step; on a CPU, of its operators."""
     from torch.profiler import ProfilerActivity, profile
 
     kind = ProfilerActivity.CUDA if probe.plan.device == "cuda" else ProfilerActivity.CPU
@@ -282,10 +286,10 @@ def _find_kernels(probe: ProbeLines, step: Callable[[], Any]) -> list[tuple[str,
 
 
 def _capture(model: Any, x: Any) -> tuple[Callable[[], None], Any]:
-    """Capture a forward pass as a CUDA graph: a function that replays it, and its output."""
+    """Capture a forward pass as a CUDA graph; return a function that replays it, and its output tensor."""
     import torch
 
-    for _ in range(3):
+    for _ in range(3):  # compilation and autotuning are not allowed during a capture
         model(x)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -299,7 +303,7 @@ def _error(found: Any, expected: Any) -> float:
 
 
 def describe_probes(folder: Path) -> str:
-    """The times of all probes in a folder as a table of Markdown: eager and graph apart, since the second is the GPU's."""
+    """Tabulate the times of all probes in a folder as Markdown; the row of a CUDA graph shows the GPU's time alone."""
     table = ["| device, commit | model, image size, batch | mode | ms | of these the host's | slowest kernel |"]
     table.append("|---|---|---|---:|---:|---|")
     for file in sorted(folder.glob("*.csv")):
@@ -307,7 +311,7 @@ def describe_probes(folder: Path) -> str:
         for line in read_typed_csv(file, TYPES):
             where = f"{line['device']}, {line['commit']}", line["section"], line["model"], line["image_size"]
             known = cases.setdefault((*where, line["batch_size"], line["mode"]), {})
-            known.setdefault(line["measure"], line)  # of the kernels, the slowest
+            known.setdefault(line["measure"], line)  # kernels are sorted, so the first is the slowest
         for (device, section, model, side, batch_size, mode), found in cases.items():
             case = f"{model} {side}², {batch_size}" if model else section
             if (time_ms := found.get("latency_ms")) is not None:

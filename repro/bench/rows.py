@@ -1,4 +1,4 @@
-"""Rows of speed in a CSV file, and the loop that measures them: in order, within a time limit."""
+"""Rows of speed in a CSV file, and the loop that measures them in order within a time limit."""
 
 import json
 import math
@@ -30,7 +30,7 @@ def _read_compile(text: str) -> bool | str:
     return text if text == "graphs" else {"True": True, "False": False}[text]
 
 
-# column -> what reads it; the others are text
+# column -> function that parses it; the others are text
 TYPES = {
     "options": json.loads,
     "image_size": _read_size,
@@ -49,10 +49,10 @@ _NEEDED = tuple("model options image_size batch_size dtype mode compile device r
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a CSV file that `Sheet` wrote, with None for empty values; none where there is no file.
+    """Read the rows of a CSV file that `Sheet` wrote, with None for empty values; a missing file has no rows.
 
     Raises:
-        UserError: a value or a column that is missing or damaged.
+        UserError: a value or a column is missing or damaged.
     """
     rows = read_typed_csv(path, TYPES)
     for number, row in enumerate(rows, 2):
@@ -63,7 +63,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Write rows as `read_rows` reads them."""
+    """Write rows in the form that `read_rows` reads."""
     table = [
         {**each, "options": json.dumps(each["options"]), "image_size": "x".join(map(str, each["image_size"]))}
         for each in rows
@@ -72,14 +72,14 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
 
 
 class Sheet:
-    """The rows of one CSV file, each found by what it measures and its run; the file is written after each row.
+    """The rows of one CSV file, each identified by its `row_key` and its run; the file is written after each new row.
 
     Args:
         path: the file, which need not exist.
-        root: the checkout, whose commit each new row names.
-        device: the label of where rows are measured now, see `core.runtime.device_label`.
-        began: rows measured before this time (`core.unfinished.read_clock`) do not count, and those that measure the same
-            as a new row leave the file.
+        root: the root of the work tree, whose commit is written in each new row.
+        device: the label of the present device, see `core.runtime.device_label`.
+        began: rows measured before this time (`core.unfinished.read_clock`) are old. They do not count, and a new row
+            with the same key replaces them.
     """
 
     def __init__(self, path: Path, root: Path, device: str, began: str):
@@ -89,12 +89,12 @@ class Sheet:
         self.rows = read_rows(path)
 
     def find(self, spec: RowSpec, run: int) -> Row | None:
-        """The row of a spec in a run, measured here since `began`; None without one."""
+        """Return the row of a spec and run that was measured on this device since `began`; None without one."""
         what = (row_key(vars(spec)), run)
         return next((row for row in self.rows if self._counts(row) and (row_key(row), row["run"]) == what), None)
 
     def add(self, spec: RowSpec, run: int, row: Mapping[str, Any]) -> Row:
-        """Put a row in the place of those before `began` that measure the same, and write the file."""
+        """Add a row, remove the old ones with the same key, write the file, and return the row as added."""
         added = {**row, "row": spec.row_id, "run": run, **self._here, "measured": read_clock()}
         key = row_key(vars(spec))
         same_run = [
@@ -114,10 +114,15 @@ def _find_place(row: Row) -> tuple:
 
 
 def make_schedule(specs: Sequence[RowSpec], budget_s: float = math.inf, started: float | None = None) -> RowSchedule:
-    """The schedule of rows within wall-clock seconds, which began when `time.monotonic` said `started`.
+    """Make the schedule of rows for a limit in wall-clock seconds.
+
+    Args:
+        specs: all rows that will be scheduled.
+        budget_s: the limit in seconds.
+        started: `time.monotonic()` at the start of the limit; None: now.
 
     Raises:
-        UserError: a model cannot be built at its image size; this is found before anything is measured.
+        UserError: a model cannot be built at its image size. This check comes before any measurement.
     """
     with blame("efficiency", ValueError):
         macs_g = {spec.row_id: cost(spec.model, spec.options, spec.image_size).macs_g for spec in specs}
@@ -134,14 +139,14 @@ def measure_rows(
     keep_failures: bool = True,
     find_share: Callable[[str], float | None] = lambda family: None,
 ) -> None:
-    """Measure every row that the sheet does not hold and that fits into the time, and print a line for each.
+    """Measure every row that the sheet lacks and that fits into the time, and print a line for each.
 
     Args:
-        specs: the rows, those of one image size next to each other; all of them are known to the schedule.
-        run: the number of this measurement of the rows, from 1 on; each has a process of its own.
-        passes: how many runs are to come, this one included; each has its share of the time.
-        keep_failures: record a row whose process broke as `failed`, instead of ending with a RunError.
-        find_share: family -> what stands in its rows of its operator, see `share_finder`.
+        specs: the rows, those of one image size next to each other; the schedule must know all of them.
+        run: the number of this repetition of the rows, from 1 on.
+        passes: how many runs are to come, including this one; each gets an equal share of the time.
+        keep_failures: whether to record a row as `failed` if its process breaks, instead of raising a RunError.
+        find_share: family -> value of `op_share_of_copy_percent` in its rows, see `share_finder`.
 
     Raises:
         RunError: a measuring process broke, and failures are not kept.
@@ -160,7 +165,10 @@ def measure_rows(
 
 
 def measure_pairs(specs: Sequence[RowSpec], sheet: Sheet, schedule: RowSchedule, *, run: int = 1) -> None:
-    """Measure a model that ran out of memory, and the basis of its size, at the largest smaller batch that both fit."""
+    """Compare each model that ran out of memory with `BASIS` at a smaller batch.
+
+    The batch is halved until both models of a size fit into memory; their rows at each batch are kept.
+    """
     placed = [(*find_family(vars(spec)), spec) for spec in specs]
     bases = {(size, spec.image_size): spec for family, size, spec in placed if family == BASIS}
     for family, size, spec in placed:
@@ -182,9 +190,9 @@ def measure_pairs(specs: Sequence[RowSpec], sheet: Sheet, schedule: RowSchedule,
 
 
 def share_finder(*, batch_size: int, dtype: str, device: str) -> Callable[[str], float | None]:
-    """Family -> `op_rate.measure_share` in percent, with a line, of one that has an operator of this project's.
+    """Return a function from family to `op_rate.measure_share` in percent; None for a family without such an operator.
 
-    It is measured when it is asked for the first time.
+    A share is measured and printed when it is asked for the first time, then cached.
     """
 
     @cache
@@ -199,7 +207,7 @@ def share_finder(*, batch_size: int, dtype: str, device: str) -> Callable[[str],
 
 
 def format_row(spec: RowSpec, row: Mapping[str, Any]) -> str:
-    """The line that is printed for a row of a sheet."""
+    """Format a row of a sheet as a line."""
     if row["status"] != "ok":
         return f"{spec.row_id}: {row['status']} ({row['reason']})"
     memory = f", peak {row['peak_memory_mib']:.0f} MiB" if row["peak_memory_mib"] is not None else ""
@@ -207,7 +215,7 @@ def format_row(spec: RowSpec, row: Mapping[str, Any]) -> str:
 
 
 def format_remaining(seconds: float | None) -> str:
-    """The expected time as the end of a phrase; empty where it is unknown."""
+    """Format the expected time as the end of a phrase; empty if it is unknown."""
     if seconds is None:
         return ""
     return f", at most {seconds / 60:.0f} min left" if seconds >= 60 else f", {seconds:.0f} s left"
@@ -222,14 +230,14 @@ def _measure(
     keep_failures: bool = True,
     also: Mapping[str, Any] = {},
 ) -> None:
-    """Measure a row into the sheet, with the fields `also`, unless the time ends before."""
+    """Measure a row and add it to the sheet with the fields `also`, unless the time ends before it does."""
     began = time.monotonic()
     try:
         row = measure(schedule.limit(spec))
     except RuntimeError as error:
         if not keep_failures:
             raise RunError(f"efficiency: {error}") from None
-        # one row less must not end an hour of measuring
+        # one failed row must not end an hour of measuring
         row = unmeasured_row(spec, "failed", str(error).removeprefix(f"{spec.row_id}: "))
     if schedule.note(spec, row, time.monotonic() - began):
         print(f"[{progress}] {format_row(spec, sheet.add(spec, run, {**row, **also}))}", flush=True)

@@ -1,8 +1,9 @@
 """Throughput, latency and peak memory of one model: one row, measured in a fresh process.
 
-The fresh process keeps rows from affecting each other's memory and speed. On a CPU it is forked from one that has
-imported what all rows need and computed nothing, since importing takes longer than most rows; a GPU's libraries do not
-bear a fork. A row that runs out of memory or time is recorded as such; its batch is never made smaller.
+A fresh process keeps rows from affecting each other's memory and speed. On a CPU it is forked from a server process
+that has imported the modules of all rows and computed nothing, because the imports take longer than most rows. On a GPU
+it is spawned, because CUDA does not survive a fork. A row that runs out of memory or time is recorded as such; its
+batch is never made smaller.
 """
 
 import contextlib
@@ -28,31 +29,34 @@ import repro
 
 from ..core.children import leave_with_parent
 
-SLOW_STEP_S = 2.0  # a model whose median step takes longer is timed over SLOW_STEPS steps only
+SLOW_STEP_S = 2.0  # a model with a longer median step is timed over SLOW_STEPS steps only
 SLOW_STEPS = 3
 WARM_UP_S = 1.0
-SMALL_SIDE = 64  # pixels of the images for which a CPU loads its libraries
+SMALL_SIDE = 64  # pixels; side of the image that loads a CPU's libraries before the baseline of memory is read
 _ALLOCATION_ERRORS = ("can't allocate memory", "cannot allocate memory", "bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED")
 _OUT_OF_MEMORY = ("out of memory", "not enough memory", *_ALLOCATION_ERRORS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowSpec:
-    """The specification of one row; the values are checked where they enter, in params.yaml or on the command line.
+    """The specification of one row. Values are not checked here, but in params.yaml or on the command line.
 
     Args:
         model: a name that timm knows after `import repro.models`.
+        options: keyword arguments of the model.
         attention: `fused` or `unfused` for models with softmax attention, None for the others.
         image_size: (H, W) in pixels.
-        dtype: weights and inputs are cast to it, without autocast; TF32 is off, so that fp32 means fp32.
+        batch_size: images of a step.
+        dtype: dtype of weights and inputs, without autocast. TF32 is off, so fp32 means fp32.
+        device: `cpu` or `cuda`.
         backend: the implementation of the family's operator, see `kernels`; models without such an operator ignore it.
         mode: `infer` runs a forward pass under inference mode; `train` runs forward, backward and a step of AdamW.
-        compile: whether to run `torch.compile` with its defaults; `graphs`: in its mode reduce-overhead, by CUDA
+        compile: whether to use `torch.compile` with its defaults; `graphs` uses its mode reduce-overhead with CUDA
             graphs, for inference.
-        steps: timed steps, at least 10; cut to three when the median step takes longer than 2 s.
-        warmup: steps before the timed ones; they go on for at least one second and stop early at a step longer than 2
-            s.
-        budget_s: wall-clock limit of the whole row, including the start of the process.
+        steps: timed steps, at least 10; cut to three if the median step takes longer than 2 s.
+        warmup: the least number of untimed steps. They last at least one second, and end early at a step longer than
+            2 s.
+        budget_s: wall-clock limit of the whole row in seconds, including the start of the process.
         threads: CPU threads; None keeps PyTorch's choice.
     """
 
@@ -73,13 +77,13 @@ class RowSpec:
 
     @property
     def row_id(self) -> str:
-        """The row's name in results, e.g. `deit_tiny_patch16_224[attention=unfused]@224`."""
+        """Return the row's name in results, e.g. `deit_tiny_patch16_224[attention=unfused]@224`."""
         shown = self.options if self.attention is None else {**self.options, "attention": self.attention}
         return row_id(self.model, shown, self.image_size)
 
 
 def row_id(model: str, options: Mapping[str, Any], image_size: tuple[int, int]) -> str:
-    """The name of a row in results: `model[name=value,...]@224`, or `@HxW` for an image that is not square."""
+    """Return the name of a row in results: `model[name=value,...]@224`, or `@HxW` for an image that is not square."""
     listed = ",".join(f"{name}={value}" for name, value in options.items())
     height, width = image_size
     return f"{model}{f'[{listed}]' if listed else ''}@{height if height == width else f'{height}x{width}'}"
@@ -91,14 +95,14 @@ def measure(spec: RowSpec) -> dict[str, Any]:
     Returns:
         {model, options, attention, attention_kernel, image_size, batch_size, dtype, device, backend, mode, compile,
         num_params, macs_g, throughput_img_per_s, latency_ms, latency_ms_ci95, peak_memory_mib, peak_memory_method,
-        status, steps, samples_ms}, of a row that was measured also {threads, cores, load_average}, the load of the
-        machine over the minute before, where the system tells it. `latency_ms` is the median over the steps,
-        `latency_ms_ci95` its `median_interval`, and the throughput is batch size over latency. `attention_kernel` names
-        the fused kernel that PyTorch chose, or is `none`. `status` is `ok`, `oom` or `timeout`; for the latter two,
-        everything that was not measured is None and `reason` says why.
+        status, steps, samples_ms}. A measured row also has {threads, cores, load_average}, the last one being the
+        machine's load over the minute before, if the system tells it. `latency_ms` is the median over the steps,
+        `latency_ms_ci95` its `median_interval`, and the throughput is the batch size over the latency.
+        `attention_kernel` names the fused kernel that PyTorch chose, or is `none`. `status` is `ok`, `oom` or
+        `timeout`. For the latter two, unmeasured fields are None and `reason` explains the failure.
 
     Raises:
-        RuntimeError: the process ended in any other way; one line that names the row.
+        RuntimeError: the process ended in any other way; the message is one line that names the row.
     """
     context = _open_context(spec.device)
     receiver, sender = context.Pipe(duplex=False)
@@ -109,10 +113,10 @@ def measure(spec: RowSpec) -> dict[str, Any]:
                 process.start()
             if not connection.wait([receiver, process.sentinel], spec.budget_s):
                 return unmeasured_row(spec, "timeout", f"over the row's budget of {spec.budget_s:g} s")
-            with contextlib.suppress(EOFError, OSError):  # it ended without a row, or within it
+            with contextlib.suppress(EOFError, OSError):  # the process ended before it had sent a whole row
                 if receiver.poll():
                     row = receiver.recv()
-                    process.join(5.0)  # which lets it end what libraries started
+                    process.join(5.0)  # time for the process to stop workers that libraries started
                     return row
             process.join()
         except (EOFError, OSError) as error:
@@ -130,18 +134,21 @@ def measure(spec: RowSpec) -> dict[str, Any]:
 
 
 def _open_context(device: str) -> BaseContext:
-    """The context of a row's process: on a CPU under Linux a fork server, with the environment of the first row."""
+    """Return the context that starts a row's process: a fork server on a Linux CPU, else spawn.
+
+    The fork server keeps the environment variables that it had at the first row.
+    """
     if device != "cpu" or sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     forkserver.set_forkserver_preload(["repro.bench.speed", "repro.bench.flops", "repro.models"])
-    with contextlib.chdir(Path(repro.__file__).resolve().parents[1]):  # where it starts is where it finds `repro`
+    with contextlib.chdir(Path(repro.__file__).resolve().parents[1]):  # the server imports `repro` from where it starts
         forkserver.ensure_running()
     return multiprocessing.get_context("forkserver")
 
 
 @contextlib.contextmanager
 def _hide_script() -> Iterator[None]:
-    """Keep `multiprocessing` from running this process's script again in one that starts within the context."""
+    """Keep `multiprocessing` from importing this process's script again in processes started within the context."""
     script = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
@@ -151,10 +158,10 @@ def _hide_script() -> Iterator[None]:
 
 
 def median_interval(samples: list[float], confidence: float = 0.95) -> tuple[float, float] | None:
-    """The distribution-free confidence interval of the median: the k-th smallest and the k-th largest sample.
+    """Return the distribution-free confidence interval of the median: the k-th smallest and the k-th largest sample.
 
-    k is the largest number with 2·P(Binomial(n, 1/2) < k) <= 1 - confidence; for n = 10 these are the 2nd and the 9th
-    sample. The result is None where no pair of samples reaches the confidence, for 95 % with fewer than 6 samples.
+    k is the largest number with 2·P(Binomial(n, 1/2) < k) <= 1 - confidence. For n = 10 these are the 2nd and the 9th
+    sample. The result is None if no pair of samples reaches the confidence, which for 95 % needs 6 samples.
     """
     n = len(samples)
     tail, k = 0.0, 0
@@ -166,13 +173,13 @@ def median_interval(samples: list[float], confidence: float = 0.95) -> tuple[flo
 
 
 def read_load() -> dict[str, Any]:
-    """{cores, load_average}: the machine's cores, and its load over the last minute where the system tells it."""
+    """Read {cores, load_average}: the machine's cores, and its load over the last minute if the system tells it."""
     load = {"load_average": round(os.getloadavg()[0], 2)} if hasattr(os, "getloadavg") else {}
     return {"cores": os.cpu_count(), **load}
 
 
 def describe_samples(samples: list[float]) -> dict[str, Any]:
-    """Summarise the milliseconds of single steps: {status, latency_ms, latency_ms_ci95, samples_ms}, see `measure`."""
+    """Summarise milliseconds of single steps as {status, latency_ms, latency_ms_ci95, samples_ms}, see `measure`."""
     interval = median_interval(samples)
     row = {"status": "ok", "latency_ms": statistics.median(samples), "latency_ms_ci95": interval and list(interval)}
     row["samples_ms"] = [round(sample, 4) for sample in samples]
@@ -185,15 +192,17 @@ def describe_samples(samples: list[float]) -> dict[str, Any]:
 def time_in_turn(
     steps: Mapping[str, Callable[[], Any]], device: str, turns: int, *, turn_ms: float = 0.0, fewest: int | None = None
 ) -> dict[str, list[float]]:
-    """Run the steps one after the other, turn by turn, so that a drifting clock or a busy machine affects all equally.
+    """Time all steps in turns, one after the other, so that a drifting clock or a busy machine affects all equally.
 
     Args:
-        steps: name -> step; each runs twice untimed before the first turn.
-        turn_ms: a step that is shorter runs so often in a turn that it takes about as long.
-        fewest: how many turns are timed where one takes longer than `SLOW_STEP_S`; None: as many as else.
+        steps: name -> step; each runs twice before the first turn.
+        device: `cpu` or `cuda`.
+        turns: number of turns.
+        turn_ms: a step that is shorter is repeated within a turn to last about so many milliseconds.
+        fewest: number of turns if one turn takes longer than `SLOW_STEP_S`; None: `turns`.
 
     Returns:
-        Name -> milliseconds of a run of the step in each turn.
+        Name -> milliseconds per run of the step, for each turn.
     """
     timer = STEP_TIMERS[device]
     first_ms = {name: min(timer(step) for _ in range(2)) for name, step in steps.items()}
@@ -213,12 +222,12 @@ def time_in_turn(
 
 
 def unmeasured_row(spec: RowSpec, status: Literal["oom", "timeout", "failed"], reason: str) -> dict[str, Any]:
-    """A row that could not be measured: its counts, its `status` and the `reason`."""
+    """Return the row of a spec that could not be measured, with its counts, `status` and `reason`."""
     return {**_blank_row(spec), "status": status, "reason": reason}
 
 
 def _blank_row(spec: RowSpec) -> dict[str, Any]:
-    """A row before its measurement: the spec and the counts."""
+    """Return a row before its measurement: the spec and the counts."""
     from . import flops
 
     copied = ("model", "options", "attention", "batch_size", "dtype", "device", "backend", "mode", "compile")
@@ -232,9 +241,9 @@ def _blank_row(spec: RowSpec) -> dict[str, Any]:
 
 
 def _answer(spec: RowSpec, sender: connection.Connection, messages: str) -> None:
-    """Run the measuring process: send the row; all that is printed, by C code too, goes to the file of messages."""
+    """Run the measuring process: measure and send the row, with all output, also of C code, in the file of messages."""
     leave_with_parent()
-    multiprocessing.set_start_method(None, force=True)  # for what libraries start: as in any process
+    multiprocessing.set_start_method(None, force=True)  # libraries shall start processes as in any other program
     file = os.open(messages, os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
@@ -247,7 +256,7 @@ def _answer(spec: RowSpec, sender: connection.Connection, messages: str) -> None
         if not isinstance(error, MemoryError) and not any(text in str(error) for text in _OUT_OF_MEMORY):
             raise
         measured = {"status": "oom", "reason": next(iter(str(error).strip().splitlines()), "MemoryError")}
-    # counted last, because building a model to count it would raise the memory from which the peak is measured
+    # the counts come last: building a model for them would raise the baseline from which the peak is measured
     sender.send({**_blank_row(spec), **measured})
 
 
@@ -262,7 +271,7 @@ def _run(spec: RowSpec) -> dict[str, Any]:
     if spec.threads:
         torch.set_num_threads(spec.threads)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cudnn.benchmark = True  # for every model: the heuristics take a slow kernel for patch embeddings
+    torch.backends.cudnn.benchmark = True  # for all models: cuDNN's heuristics pick a slow kernel for patch embeddings
     device, dtype = torch.device(spec.device), torch_dtype(spec.dtype)
 
     def prepare(batch_size: int, image_size: tuple[int, int]) -> tuple[Any, Any]:
@@ -272,9 +281,9 @@ def _run(spec: RowSpec) -> dict[str, Any]:
         )
         if hasattr(model, "set_backend"):
             model.set_backend(spec.backend)
-        # a compiled model takes frozen weights on a GPU only
+        # on a CPU, a compiled model does not support frozen weights
         if hasattr(model, "freeze") and spec.mode == "infer" and (device.type == "cuda" or not spec.compile):
-            model.freeze(graphs=0)  # an eager row is the host's; `graphs` names the other
+            model.freeze(graphs=0)  # no CUDA graphs of its own: rows with `compile: graphs` measure those
         return model, torch.randn(batch_size, 3, *image_size).to(device, dtype)
 
     if spec.device == "cpu":
@@ -307,10 +316,10 @@ def _run(spec: RowSpec) -> dict[str, Any]:
 
 
 def _load_libraries(prepare: Callable[[], tuple[Any, Any]], mode: str) -> None:
-    """Run two steps of a model, so that what loads at the first call is there before a baseline of memory is read.
+    """Run two steps of a model, so that libraries that load at the first call are part of the baseline of memory.
 
-    It is the code of the loops and of numba, which compiles them, and of the libraries of matrix products: over 100 MiB
-    that no model of a longer life has to itself. The steps' memory goes back to the system.
+    These are numba, the loops that it compiles, and the libraries of matrix products: over 100 MiB that a longer-lived
+    process would share among all its models. The memory of the steps is returned to the system.
     """
     import torch
 
@@ -324,12 +333,12 @@ def _load_libraries(prepare: Callable[[], tuple[Any, Any]], mode: str) -> None:
 
     run()
     gc.collect()
-    with contextlib.suppress(OSError, AttributeError):  # glibc alone has it
+    with contextlib.suppress(OSError, AttributeError):  # only glibc has malloc_trim
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def _training_step(model: Any, network: Any, images: Any) -> Callable[[], None]:
-    """A step of training: forward, backward and AdamW, whose moments take memory and hardly any time."""
+    """Make a training step: forward, backward and AdamW, whose moments take memory and hardly any time."""
     import torch
 
     model.train()
@@ -345,7 +354,7 @@ def _training_step(model: Any, network: Any, images: Any) -> Callable[[], None]:
 
 
 def _attention_kernel(model: Any, images: Any) -> str:
-    """The fused kernel that `scaled_dot_product_attention` takes for such an image, or `none` for the plain product."""
+    """Return the fused kernel that `scaled_dot_product_attention` chooses for such an image, or `none`."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -358,7 +367,7 @@ def _attention_kernel(model: Any, images: Any) -> str:
                 chosen.append(name)
             return func(*args, **(kwargs or {}))
 
-    # inference_mode would show the public function instead of the kernel that it chose
+    # inference_mode would show the public function to the dispatch mode instead of the chosen kernel
     with torch.no_grad(), RecordAttention():
         model(images[:1])
     return next((name for name in chosen if not name.endswith("_math")), "none")
@@ -372,7 +381,7 @@ def _sample(
 
     timer = STEP_TIMERS[device.type]
     _warm_up(lambda: timer(step), spec.warmup, first_step_compiles=device.type == "cuda" or bool(spec.compile))
-    # only the timed steps count towards the peak: in the warm-up, a Triton kernel's autotuning takes memory of its own
+    # only the timed steps count towards the peak: during the warm-up, autotuning of Triton kernels takes memory
     method = _reset_peak_rss() if device.type == "cpu" else "cuda_allocator"
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -381,15 +390,16 @@ def _sample(
         samples += [timer(step) for _ in range(spec.steps - SLOW_STEPS)]
     if device.type == "cuda":
         return samples, torch.cuda.max_memory_allocated(device) / 2**20, method
-    # the memory of the model and its activations beyond the interpreter's
+    # without the baseline of the interpreter, this is the memory of the model and its activations
     peak_kib = _status_kib("VmHWM")
     return samples, None if baseline_kib is None or peak_kib is None else (peak_kib - baseline_kib) / 2**10, method
 
 
 def _warm_up(timed_step: Callable[[], float], steps: int, *, first_step_compiles: bool) -> None:
-    """Run at least `steps` steps, which return their milliseconds, until clocks, caches and allocators have settled.
+    """Run at least `steps` steps, for at least WARM_UP_S, until clocks, caches and allocators have settled.
 
-    They go on until WARM_UP_S have been spent; one slow step is enough, unless it may be slow only because it compiles.
+    `timed_step` returns its milliseconds. A step slower than SLOW_STEP_S ends the warm-up, except a first step that may
+    be slow because it compiles.
     """
     done, spent_ms = 0, 0.0
     while done < steps or spent_ms < WARM_UP_S * 1e3:
@@ -421,15 +431,16 @@ STEP_TIMERS = {"cpu": _cpu_step_ms, "cuda": _cuda_step_ms}
 
 
 def _status_kib(field: str) -> int | None:
-    """A memory field of /proc/self/status in KiB, e.g. VmRSS or VmHWM; None where there is no such file."""
+    """Read a memory field of /proc/self/status in KiB, e.g. VmRSS or VmHWM; None if there is no such file."""
     file = Path("/proc/self/status")
     lines = file.read_text(encoding="ascii").splitlines() if file.exists() else []
     return next((int(line.split()[1]) for line in lines if line.startswith(f"{field}:")), None)
 
 
 def _reset_peak_rss() -> str:
-    """Reset the peak of resident memory; return how the peak will be read."""
+    """Reset the peak of resident memory; return the method by which the peak will be read."""
     try:
+        # "5" resets VmHWM, see proc(5)
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:
         return "rss_peak_since_start"  # includes building the model

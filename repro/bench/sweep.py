@@ -1,6 +1,6 @@
-"""A sweep of models over image sizes: its rows, their order, and which fit into the time. It needs no torch.
+"""A sweep of models over image sizes: its families, the order of its rows, and their fit into a time limit.
 
-The rows are measured by `speed.measure`; `conclude` draws conclusions from them.
+This module does not import torch. `speed.measure` measures the rows, and `conclude` compares them.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from .speed import SLOW_STEP_S, SLOW_STEPS, WARM_UP_S, RowSpec
 IMAGE_SIZES = (224, 384, 512, 640, 768, 896, 1024, 1152, 1280)
 PATCH_SIZE = 16
 SIZES = {"T": "tiny", "S": "small", "B": "base"}
-# family -> pattern of its models' names, fused or unfused attention; rows are measured in this order
+# family -> (pattern of its models' names, kind of attention or None); rows are measured in this order
 FAMILIES: dict[str, tuple[str, str | None]] = {
     "vittt": ("vittt_{}_patch16_224", None),
     "deit": ("deit_{}_patch16_224", "unfused"),
@@ -28,23 +28,23 @@ FAMILIES: dict[str, tuple[str, str | None]] = {
     "vmamba": ("vmamba_{}_224", None),
     "mambavision": ("mambavision_{}_224", None),
 }
-BASIS = next(iter(FAMILIES))  # the family that every other one is compared with
-PAIR = ("vittt", "deit", "deit_fused")  # the paper's question: its model and the baseline, at every image size
+BASIS = next(iter(FAMILIES))  # the family with which every other one is compared
+PAIR = ("vittt", "deit", "deit_fused")  # the paper's model and its baseline
 # (model, attention) -> family and size
 _MODELS = {
     (pattern.format(name), attention): (family, size)
     for family, (pattern, attention) in FAMILIES.items()
     for size, name in SIZES.items()
 }
-# the values that all rows of a comparison share
+# rows may be compared only if they agree in these fields
 GROUP_KEYS = ("batch_size", "dtype", "mode", "compile")
-_MARGIN = 1.3  # the time of a step grows a little faster than its multiply-adds once caches and memory matter
-_START_S = 6.0  # assumed time to start a process, until a row has shown the real one
-_GRACE = 1.1  # of the time limit, after which a row under way is stopped
+_MARGIN = 1.3  # a step's time grows a little faster than its multiply-adds once caches and bandwidth limit it
+_START_S = 6.0  # assumed seconds to start a process, until a row has been measured
+_GRACE = 1.1  # a running row is stopped after this multiple of the time limit
 
 
 def order_by_importance(image_sizes: Sequence[int]) -> list[int]:
-    """Sort image sizes such that any first few of them spread evenly over the range.
+    """Sort image sizes so that every prefix of the list spreads evenly over the range.
 
     The smallest and the largest come first, then half of the largest (a quarter of its tokens), then repeatedly the
     middle of the widest gap.
@@ -61,18 +61,18 @@ def order_by_importance(image_sizes: Sequence[int]) -> list[int]:
 
 
 def find_family(row: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """The family and the size (a key of `SIZES`) of a row, or of the `vars` of a spec; None for another model."""
+    """Return (family, size), keys of `FAMILIES` and `SIZES`, of a row or of the `vars` of a spec; else (None, None)."""
     return _MODELS.get((row["model"], row["attention"]), (None, None))
 
 
 def family_rows(rows: Sequence[Mapping[str, Any]], size: str) -> dict[str, list[Mapping[str, Any]]]:
-    """Family -> the rows of its model of a size (a key of `SIZES`); families without rows are left out."""
+    """Return family -> rows of its model of a size (a key of `SIZES`), without families that have no rows."""
     found = {family: [row for row in rows if find_family(row) == (family, size)] for family in FAMILIES}
     return {family: own for family, own in found.items() if own}
 
 
 def group_rows(rows: Sequence[Mapping[str, Any]]) -> dict[tuple, list[Mapping[str, Any]]]:
-    """Values of `GROUP_KEYS` -> the rows that share them and may therefore be compared."""
+    """Return values of `GROUP_KEYS` -> the rows that share them."""
     groups: dict[tuple, list] = {}
     for row in rows:
         groups.setdefault(tuple(row[key] for key in GROUP_KEYS), []).append(row)
@@ -80,7 +80,7 @@ def group_rows(rows: Sequence[Mapping[str, Any]]) -> dict[tuple, list[Mapping[st
 
 
 def row_key(row: Mapping[str, Any]) -> tuple:
-    """The identity of a measurement: rows, or `vars` of a spec, with equal keys measure the same, on any backend."""
+    """Return the key of a row or of the `vars` of a spec: equal keys measure the same, whatever the backend."""
     return (
         row["model"],
         row["attention"],
@@ -91,17 +91,17 @@ def row_key(row: Mapping[str, Any]) -> tuple:
 
 
 class RowSchedule:
-    """Says which rows fit into a time limit, by what the rows before them took.
+    """A schedule of rows within a time limit, which predicts the time of a row from those measured before it.
 
-    Once a row has shown how long one takes, the rows of an image size are begun only if all of them are expected to fit
-    into the time that is left; otherwise they are left out together, so that the measured rows can be compared. A row
-    under way at `_GRACE` times the limit is stopped, and left out too.
+    Once any row has been measured, the rows of an image size begin only if all of them are expected to fit into the
+    remaining time. Otherwise all of them are left out, so that every measured image size can be compared. A row that
+    runs at `_GRACE` times the limit is stopped and left out too.
 
     Args:
         macs_g: spec -> multiply-adds of one image in units of 1e9.
         budget_s: the limit in seconds.
-        clock: seconds that only grow.
-        started: the clock at the start of the time; None: now.
+        clock: a monotonic clock in seconds.
+        started: the clock at the start of the limit; None: now.
 
     Attributes:
         left_out: the rows that did not fit, once for each pass.
@@ -117,18 +117,21 @@ class RowSchedule:
         began = clock() if started is None else started
         self._macs_g, self._clock = macs_g, clock
         self._end, self._stop = began + budget_s, began + _GRACE * budget_s
-        # (model, attention) -> multiply-adds of a step in units of 1e9 -> seconds for each of these units
+        # (model, attention) -> multiply-adds (1e9) of a step -> seconds per 1e9 multiply-adds
         self._rates: dict[tuple, dict[float, float]] = {}
-        self._statuses: dict[tuple, str] = {}  # of the last row of a model, which was not measured
+        self._statuses: dict[tuple, str] = {}  # (model, attention) -> status of its last failed row
         self._start_s: list[float] = []
         self.left_out: list[RowSpec] = []
 
     def walk(self, specs: Sequence[RowSpec], passes: int = 1) -> Iterator[tuple[RowSpec, float | None]]:
-        """Yield each row to measure, with the seconds expected for it and all later ones; `note` precedes the next.
+        """Yield each row to measure, with the seconds expected for it and all later ones, or None if unknown.
+
+        The caller must pass each row's result to `note` before it asks for the next row.
 
         Args:
             specs: the rows, those of one image size next to each other.
-            passes: how many times such rows are still to be measured, this one included; each has its share of the time.
+            passes: how often these rows are still to be measured, including this time; each time gets an equal share of
+                the remaining limit.
         """
         end = self._clock() + (self._end - self._clock()) / passes
         groups = [list(group) for _, group in itertools.groupby(specs, key=lambda spec: spec.image_size)]
@@ -145,19 +148,19 @@ class RowSchedule:
                 yield spec, min(sum(map(self.expect, ahead)), remaining_s) if self._rates else None
 
     def fits(self, specs: Sequence[RowSpec], end: float | None = None) -> bool:
-        """Tell whether rows are expected to be done by a time of the clock, or by the limit; unknown ones fit."""
+        """Tell whether rows are expected to end by a time of the clock, or by the limit; unknown rows fit."""
         left_s = (self._end if end is None else end) - self._clock()
         return not (self._rates or self._statuses) or sum(map(self.expect, specs)) <= left_s
 
     def limit(self, spec: RowSpec) -> RowSpec:
-        """The row as it may be measured now: it is stopped when the time is over."""
+        """Return the row with its budget cut such that it stops when the time is over."""
         return dataclasses.replace(spec, budget_s=min(spec.budget_s, max(self._stop - self._clock(), 0.0)))
 
     def note(self, spec: RowSpec, row: Mapping[str, Any], seconds: float | None = None) -> bool:
-        """Learn from a measured row and its seconds (None: an earlier call) how long later rows take.
+        """Update the predictions by a measured row and the seconds that it took (None: it is of an earlier call).
 
         Returns:
-            Whether the row counts; else it was stopped because the time is over, and is left out.
+            Whether the row counts. If not, it was stopped because the time is over, and is left out.
         """
         if row["status"] == "timeout" and seconds is not None and self._is_over:
             self.left_out.append(spec)
@@ -168,16 +171,16 @@ class RowSchedule:
             return True
         work = self._macs_g(spec) * spec.batch_size
         self._rates.setdefault(model, {})[work] = row["latency_ms"] / 1e3 / work
-        if seconds is not None:  # a row of this call has its samples
+        if seconds is not None:  # rows of earlier calls come from the file, which has no samples
             stepping_s = sum(row["samples_ms"]) / 1e3 * (1 + spec.warmup / len(row["samples_ms"]))
             self._start_s.append(max(seconds - stepping_s, 0.0))
         return True
 
     def expect(self, spec: RowSpec) -> float:
-        """The seconds that a row is expected to take, its process included.
+        """Predict the seconds of a row, including the start of its process.
 
-        A step is as fast for its multiply-adds as that row of the model which has the nearest number of them, or, of a
-        model without a row, as the slowest row.
+        The seconds per multiply-add of a step are those of the model's row with the nearest number of multiply-adds. A
+        model without a row is assumed to be as slow as the slowest row.
         """
         model = spec.model, spec.attention
         start_s = sum(self._start_s) / len(self._start_s) if self._start_s else _START_S
@@ -194,4 +197,4 @@ class RowSchedule:
 
     @property
     def _is_over(self) -> bool:
-        return self._clock() >= self._stop - 1e-3  # a row that was stopped ended then, but for rounding
+        return self._clock() >= self._stop - 1e-3  # a stopped row ends at _stop up to rounding

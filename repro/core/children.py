@@ -1,8 +1,8 @@
-"""Processes that end with the one that started them, signals, exit codes, and the output of other programs.
+"""Child processes that end with their parent, signals, exit codes, and the output of other programs.
 
-A SIGKILL cannot be passed on. So a process that starts others gives them its number in the environment, and they wait
-for its end. `python -m repro.core.children MODULE ...` runs a module that knows nothing of this, and passes the number
-on to what the module starts.
+A process that is killed by SIGKILL cannot stop its children. So it gives them its process id in the environment, and
+they watch for its end. `python -m repro.core.children MODULE ...` runs a module that does not know this protocol, and
+passes its own id on to the processes that the module starts.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# of the environment: the number of the process with which this one ends
+# environment variable with the id of the process with which this one ends
 PARENT = "REPRO_PARENT"
 
 
@@ -29,8 +29,9 @@ def end_in_order() -> None:
 
 
 def follow_parent(end: Callable[[], None] = end_in_order) -> None:
-    """Call `end` once the process that the environment names is gone; without a name, or without Linux's pidfd, do
-    nothing.
+    """Start a thread that calls `end` once the process that the environment names is gone.
+
+    Without a name, or without Linux's pidfd, do nothing.
     """
     if PARENT not in os.environ or not hasattr(os, "pidfd_open"):
         return
@@ -89,11 +90,12 @@ def start_logged(
 ) -> subprocess.Popen:
     """Start `python -m MODULE ARGUMENTS`, which ends with this process if it is `repro` or this module.
 
-    It leads a session of its own: a Ctrl-C in the terminal reaches it once, and only through this process.
+    The child leads its own session, so that a Ctrl-C in the terminal reaches it once, and only through this process.
 
     Args:
-        log: takes what it prints.
-        environment: its variables besides those of this process. folder: where it works.
+        log: the file of its output.
+        environment: environment variables in addition to those of this process.
+        folder: its working directory.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "wb") as stream:
@@ -108,11 +110,11 @@ def start_logged(
 
 
 def describe_death(code: int) -> str | None:
-    """`killed by signal 9 (out of memory?)` for an exit code, a shell's 137 among them; None for a process that ended
-    by itself.
+    """Describe the exit code of a killed process: `killed by signal 9 (out of memory?)`; None for any other process.
 
     Args:
-        code: of `subprocess`, or of a shell. 130 and 143 are those of a process that a signal stopped in order.
+        code: an exit code of `subprocess`, negative for a signal, or of a shell, such as 137. With 130 and 143 the
+            process itself reacted to a signal and ended in order.
     """
     number = -code if code < 0 else code - 128
     if code in (128 + signal.SIGINT, 128 + signal.SIGTERM) or number not in set(signal.valid_signals()):
@@ -121,7 +123,7 @@ def describe_death(code: int) -> str | None:
 
 
 def ask(command: Sequence[str], folder: Path | None = None) -> str | None:
-    """Run a program of the system and return its output; None where it is missing, fails, or takes 20 seconds."""
+    """Run a program of the system and return its output; None if it is missing, fails, or takes over 20 seconds."""
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -130,22 +132,23 @@ def ask(command: Sequence[str], folder: Path | None = None) -> str | None:
 
 
 def _run_module() -> None:
-    """Run the module of the command line; where torchrun says that a process of it was killed, end with a shell's code
-    for that.
+    """Run the module of the command line.
+
+    If torchrun reports that one of its processes was killed by signal N, exit with a shell's code for that, 128 + N.
     """
-    # it leads its group; its children have the time of a Ctrl-C to save
+    # this process leads its group: all children get the signal of a Ctrl-C, after which they save their states
     follow_parent(lambda: os.killpg(0, signal.SIGINT))
     os.environ[PARENT] = str(os.getpid())
-    logging.disable(logging.INFO)  # else the last lines of a log are DVC's, about dvc.lock
+    logging.disable(logging.INFO)  # otherwise DVC's messages about dvc.lock would be the last lines of a log
     del sys.argv[0]
     try:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     except Exception as error:
-        if not hasattr(error, "failures"):  # not torchrun's, whose class would take an import of torch to name
+        if not hasattr(error, "failures"):  # only torchrun's error has it; naming its class would need to import torch
             raise
         print(error, file=sys.stderr)
         codes = [failure.exitcode for failure in error.failures.values()]
-        # which torchrun sends to those that are left
+        # after a failure, torchrun sends SIGTERM to the other processes, so that is never the cause
         killed = [code for code in codes if code < 0 and code != -signal.SIGTERM]
         sys.exit(128 - killed[0] if killed else 1)
 

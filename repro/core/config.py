@@ -1,9 +1,8 @@
-"""Parameters: params.yaml -> one frozen, keyword-only dataclass per section, loaded strictly; and the profiles, sets of
-parameters.
+"""Parameters of params.yaml, loaded strictly into one frozen dataclass per section, and the profiles (sets of them).
 
 A stage owns its dataclass and receives only its own section, so the `params:` list in dvc.yaml is true by construction.
-Unknown keys, wrong types and values out of range are a `UserError` that names the key path, the value and what is
-allowed.
+Unknown keys, wrong types and values out of range raise a `UserError` that names the key path, the value and the allowed
+values.
 """
 
 import dataclasses
@@ -23,15 +22,15 @@ from .errors import UserError, did_you_mean
 from .hashing import short_hash
 from .paths import Paths
 
-_MOST_OPENED = 50_000  # brackets of a file: libyaml follows each into C's stack
-_MOST_NODES = 1_000_000  # of a file with its aliases written out; the largest here has 12,000
+_MOST_OPENED = 50_000  # the most brackets of a file: libyaml recurses on the C stack for each
+_MOST_NODES = 1_000_000  # the most nodes of a file with expanded aliases; the largest file here has 12,000
 
 
 class _TextLoader(yaml.CSafeLoader):
-    """Reads every scalar as text, so that printed digits survive. Duplicate keys are errors, and so is what Python
-    makes no value of.
+    """A loader that reads every scalar as text, so that printed digits survive.
 
-    A mapping may take over another one (`<<: *anchor`) and override its keys.
+    Duplicate keys and scalars that give no Python value are errors. A mapping may merge another one (`<<: *anchor`) and
+    override its keys.
     """
 
     yaml_implicit_resolvers: ClassVar = {"<": [("tag:yaml.org,2002:merge", re.compile(r"^<<$"))]}
@@ -48,7 +47,7 @@ class _TextLoader(yaml.CSafeLoader):
         try:
             value = super().construct_object(node, deep=deep)
             if isinstance(value, str):
-                value.encode("utf-8")  # half a surrogate pair could not be written anywhere
+                value.encode("utf-8")  # refuses half a surrogate pair, which no file could hold
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
             raise _refuse(node, f"{node.value!r:.40} is not a valid {node.tag.rpartition(':')[2]}") from None
         if type(value) is int and abs(value) >= 2**63:
@@ -70,8 +69,9 @@ class _TextLoader(yaml.CSafeLoader):
         return super().construct_mapping(node, deep=deep)
 
     def _count_nodes(self, node, counts: dict[int, int]) -> int:
-        """Count the nodes of this subtree, aliases expanded; `counts` has those of finished nodes, and 0 for those
-        that are being counted.
+        """Count the nodes of this subtree with expanded aliases.
+
+        `counts` has the count of each finished node by its id, and 0 for nodes on the way down, which shows a cycle.
         """
         if id(node) not in counts:
             counts[id(node)] = 0
@@ -86,7 +86,7 @@ class _TextLoader(yaml.CSafeLoader):
 
 
 class _Loader(_TextLoader):
-    """A loader with the numbers of YAML 1.2, as DVC's: `1e-3` is a float (YAML 1.1 takes it for a string)."""
+    """A loader with the numbers of YAML 1.2, like DVC's: `1e-3` is a float, which YAML 1.1 reads as a string."""
 
     yaml_implicit_resolvers = yaml.CSafeLoader.yaml_implicit_resolvers
 
@@ -103,8 +103,9 @@ _Loader.add_implicit_resolver(
 def bounded(
     default: Any = dataclasses.MISSING, *, ge: float | None = None, gt: float | None = None, le: float | None = None
 ) -> Any:
-    """A dataclass field whose number must be >= `ge`, > `gt` and <= `le`; None is exempt. Without a default, it is
-    required.
+    """Make a dataclass field whose number must be >= `ge`, > `gt` and <= `le`; None is exempt.
+
+    A field without a default is required.
     """
     return dataclasses.field(default=default, metadata={"ge": ge, "gt": gt, "le": le})
 
@@ -121,13 +122,13 @@ class Each:
         return handler(source) | {name: bound for name, bound in vars(self).items() if bound is not None}
 
 
-# pydantic's words, and those of YAML and of arithmetic
+# words in pydantic's messages -> words of arithmetic and YAML
 _WORDS = {"greater than or equal to": ">=", "less than or equal to": "<=", "greater than": ">"}
 _WORDS |= {"a valid array": "a list", "an object": "a mapping"}
-# fields that records are older than; without a value, they change no record and no hash
+# fields that were added after records existed; left out while None, so that old hashes stay valid
 _NEWER = ("crop_padding",)
-_UNHASHED = ("family",)  # says what DVC watches, and nothing of the training
-# sections of older files -> what to do with them
+_UNHASHED = ("family",)  # names the golden losses that DVC watches; it does not affect the training
+# section of older files -> advice for its cells
 _MOVED = {
     "baselines": "move its cells to `pretrain`, and write artifacts/pretrain/ for results/baselines/",
     "by_hand": "move its cells to `ablate`, or to `ablate_detect`, `ablate_segment` or `ablate_generate`",
@@ -138,8 +139,7 @@ def load_yaml(path: Path, top: type[dict] | type[list] = dict, *, as_text: bool 
     """Parse a YAML file that holds a mapping or, with `top`, a list; `as_text` leaves every scalar a string.
 
     Raises:
-        UserError: one line that names the file and, where there is one, its line: missing, empty, not UTF-8, or not
-            valid YAML.
+        UserError: the file is missing, empty, not UTF-8, or not valid YAML; the message names the file and the line.
     """
     try:
         content = path.read_bytes()
@@ -171,30 +171,30 @@ def load_yaml(path: Path, top: type[dict] | type[list] = dict, *, as_text: bool 
 
 
 def build(cls: type, data: Any, where: str) -> Any:
-    """Build a dataclass, and those that it holds, from parsed YAML or JSON, strictly; `where` is its key path for
-    messages.
+    """Build a dataclass and its nested ones strictly from parsed YAML or JSON; `where` is its key path for messages.
 
-    Field types may be what pydantic reads of JSON, but no Literal of numbers, for which it also takes `true` and `1.0`.
+    Fields may have the types that pydantic reads from JSON, except a Literal of numbers: pydantic would also accept
+    `true` and `1.0` for it.
 
     Raises:
-        UserError: unknown or missing key, wrong type, value out of range; what YAML can say and JSON cannot, as a date,
-            NaN or a key that is a number; or what a class's own `__post_init__` refuses.
+        UserError: an unknown or missing key, a wrong type, a value out of range, a value that JSON does not have (a
+            date, NaN, a number as a key), or an error of a class's own `__post_init__`.
     """
     from pydantic import ValidationError
 
     _require_json(data, where)
     try:
-        # as JSON, since strict Python input refuses a list for a tuple
+        # through JSON, because pydantic's strict mode refuses a Python list for a tuple
         return _make_adapter(cls).validate_json(json.dumps({where: data}))[where]
     except ValidationError as failure:
         raise UserError(_explain(failure.errors(include_url=False), {where: data}, cls)) from None
 
 
 def load_sections(params_path: Path) -> dict[str, Any]:
-    """The sections of a params file.
+    """Load the sections of a params file.
 
     Raises:
-        UserError: as `load_yaml`; or a section that another one has taken over.
+        UserError: as `load_yaml`; or the file has a section that another one replaced.
     """
     data = load_yaml(params_path)
     for old, new in _MOVED.items():
@@ -204,7 +204,7 @@ def load_sections(params_path: Path) -> dict[str, Any]:
 
 
 def load_section(cls: type, params_path: Path, *keys: str) -> Any:
-    """The section `keys` of a params file as an instance of `cls`; see `build`."""
+    """Load the section at the key path `keys` of a params file as an instance of `cls`; see `build`."""
     data = load_sections(params_path)
     for depth, key in enumerate(keys, 1):
         present = data if isinstance(data, Mapping) else {}
@@ -215,7 +215,7 @@ def load_section(cls: type, params_path: Path, *keys: str) -> Any:
 
 
 def section_keys(params_path: Path, section: str) -> list[str]:
-    """The cell names of a section that maps names to cells, in the file's order; none where it is `{}`."""
+    """Return the names of a section's cells in the file's order; none if the section is `{}`."""
     cells = load_sections(params_path).get(section)
     if not isinstance(cells, Mapping):
         raise UserError(f"{params_path}: {section}: expected a mapping of cells, or {{}} without one")
@@ -226,12 +226,12 @@ DEFAULT_PROFILE = "mini"  # the profile of params.yaml in a fresh checkout
 
 
 def list_profiles(paths: Paths) -> list[str]:
-    """The names of the profiles, in alphabetical order."""
+    """Return the names of the profiles in alphabetical order."""
     return sorted(path.stem for path in paths.profiles.glob("*.yaml"))
 
 
 def find_profile(paths: Paths, name: str) -> Path:
-    """The file of a profile; raises a UserError for an unknown name."""
+    """Return the file of a profile; raise a UserError for an unknown name."""
     known = list_profiles(paths)
     if name not in known:
         raise UserError(f"profile {name}: no such profile{did_you_mean(name, known)}")
@@ -239,9 +239,7 @@ def find_profile(paths: Paths, name: str) -> Path:
 
 
 def active_profile(paths: Paths, *, besides: tuple[str, ...] = ()) -> str | None:
-    """The profile with the values of params.yaml, in any order, except in the sections `besides`; None where values
-    were edited.
-    """
+    """Return the profile with the values of params.yaml, except in the sections `besides`; None after an edit."""
 
     def read_values(file: Path) -> dict[str, Any]:
         return {section: content for section, content in load_yaml(file).items() if section not in besides}
@@ -251,8 +249,9 @@ def active_profile(paths: Paths, *, besides: tuple[str, ...] = ()) -> str | None
 
 
 def list_values(config: Any) -> dict[str, Any]:
-    """The values of a dataclass as nested dicts, for hashes and records; a `_NEWER` field only where it has a value,
-    and none of `_UNHASHED`.
+    """Return the values of a dataclass as nested dicts, for hashes and records.
+
+    A `_NEWER` field is included only if it has a value, a field of `_UNHASHED` never.
     """
 
     def keep(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -263,13 +262,13 @@ def list_values(config: Any) -> dict[str, Any]:
 
 
 def params_hash(config: Any) -> str:
-    """First 16 hex digits of the SHA-256 of a dataclass's values, written as sorted JSON; see `list_values`."""
+    """Return the first 16 hex digits of the SHA-256 of a dataclass's values as sorted JSON; see `list_values`."""
     return short_hash(json.dumps(list_values(config), sort_keys=True, default=str))
 
 
 @functools.cache
 def _make_adapter(cls: type) -> Any:
-    """Reads {key path: value of `cls`}. What is set for this mapping holds for every dataclass in it."""
+    """Make the reader of {key path: value of `cls`}; pydantic applies the mapping's config to every dataclass in it."""
     from pydantic import ConfigDict, TypeAdapter
 
     return TypeAdapter(dict[str, cls], config=ConfigDict(strict=True, extra="forbid"))
@@ -291,7 +290,7 @@ def _require_json(value: Any, where: str) -> None:
 
 
 def _explain(errors: list[Any], data: Any, cls: type) -> str:
-    """A line about the first of pydantic's errors; of an unknown key before others, as it may be one that is missing."""
+    """Describe the first of pydantic's errors; an unknown key comes first, as it may be a misspelt missing one."""
     error = min(errors, key=lambda each: each["type"] != "unexpected_keyword_argument")
     top, *keys = _find_keys(error, data)
     where = top + "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)
@@ -299,10 +298,10 @@ def _explain(errors: list[Any], data: Any, cls: type) -> str:
         return f"{where}: unknown key{did_you_mean(keys[-1], _list_fields(cls, keys[:-1]))}"
     if error["type"] == "missing":
         return f"{where}: missing; give it a value"
-    if error["type"] == "value_error":  # of a `__post_init__`
+    if error["type"] == "value_error":  # raised by a `__post_init__`
         said = str(error["ctx"]["error"])
         return f"{where}{'.' if said.partition(':')[0] in error['input'] else ': '}{said}"
-    # a member of a union has an error of its own
+    # each member of a union reports its own error: join what they allow
     allowed = [
         each["msg"].removeprefix("Input should be ") for each in errors if _find_keys(each, data) == [top, *keys]
     ]
@@ -314,7 +313,7 @@ def _explain(errors: list[Any], data: Any, cls: type) -> str:
 
 
 def _find_keys(error: Any, data: Any) -> list[Any]:
-    """The keys that lead to an error; pydantic's `loc` has the members of unions among them."""
+    """Return the keys that lead to an error, without the members of unions that pydantic's `loc` has among them."""
     keys = []
     for key in error["loc"]:
         try:
@@ -327,7 +326,7 @@ def _find_keys(error: Any, data: Any) -> list[Any]:
 
 
 def _list_fields(cls: type, keys: list[Any]) -> list[str]:
-    """The fields of the dataclass that lies in `cls` at a key path."""
+    """Return the fields of the dataclass at a key path within `cls`."""
     for key in keys:
         cls = _find_dataclass(typing.get_type_hints(cls).get(key)) or cls
     return [field.name for field in dataclasses.fields(cls)]

@@ -1,4 +1,4 @@
-"""Rows of CSV files: writing and reading."""
+"""Reading and writing of CSV files as rows."""
 
 import csv
 import io
@@ -16,9 +16,9 @@ def write_csv(path: Path, rows: Iterable[Mapping[str, Any]], columns: Sequence[s
 
 
 def format_csv(rows: Iterable[Mapping[str, Any]], columns: Sequence[str] | None = None) -> str:
-    """Rows as CSV, floats at full precision; a key that a row lacks, and None, are left empty.
+    """Format rows as CSV with floats at full precision; None and missing keys are left empty.
 
-    Only `columns` are written, in their order; those of the rows, as they come, if None.
+    Only `columns` are written, in their order; None writes the rows' keys in the order of their first use.
     """
     import pandas as pd
 
@@ -29,7 +29,7 @@ def format_csv(rows: Iterable[Mapping[str, Any]], columns: Sequence[str] | None 
 
 
 def read_csv(path: Path) -> list[dict[str, Any]]:
-    """The rows of a CSV file, without their empty values; a missing or damaged file is a `UserError` naming it."""
+    """Read the rows of a CSV file without empty values; raise a `UserError` for a missing or damaged file."""
     try:
         return parse_csv(path.read_text(encoding="utf-8"), str(path))
     except FileNotFoundError:
@@ -37,11 +37,11 @@ def read_csv(path: Path) -> list[dict[str, Any]]:
 
 
 def parse_csv(text: str, where: str) -> list[dict[str, Any]]:
-    """The rows of a CSV text, without their empty values; a damaged one is a `UserError` that names where it is."""
+    """Parse the rows of a CSV text without empty values; raise a `UserError` that begins with `where` for a bad one."""
     import pandas as pd
 
     try:
-        # a column of whole numbers stays whole where a value is missing
+        # convert_dtypes keeps a column of integers with a missing value from becoming floats
         table = pd.read_csv(io.StringIO(text)).convert_dtypes()
     except ValueError as error:
         raise UserError(f"{where}: not valid CSV: {' '.join(str(error).split())}") from None
@@ -49,13 +49,13 @@ def parse_csv(text: str, where: str) -> list[dict[str, Any]]:
 
 
 def read_typed_csv(path: Path, types: Mapping[str, Callable[[str], Any]]) -> list[dict[str, Any]]:
-    """The rows of a CSV file whose columns have known types; an empty value is None. No file has no rows.
+    """Read the rows of a CSV file whose columns have known types; an empty value is None, a missing file has no rows.
 
     Args:
-        types: column -> what reads its text; other columns stay text, so that a commit of digits alone is no number.
+        types: column -> parser of its text. Other columns stay text, so that a commit hash of digits is no number.
 
     Raises:
-        UserError: a value that is none of its column, with file, line and column.
+        UserError: a value does not parse; the message names file, line and column.
     """
     if not path.is_file():
         return []

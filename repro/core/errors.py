@@ -21,7 +21,7 @@ class RunError(Exception):
 
 
 class Diverged(RunError):
-    """A training with too many steps that were not finite, or whose result is not finite; `step` is the last one."""
+    """A training with too many non-finite steps, or with a non-finite result; `step` is the last step."""
 
     def __init__(self, step: int, message: str):
         super().__init__(message)
@@ -29,7 +29,7 @@ class Diverged(RunError):
 
 
 class Interrupted(Exception):
-    """A signal ended the run after its state was saved; `where` says what. Exit code 128 + signal number."""
+    """A signal ended the run after its state was saved; `where` describes the state. Exit code 128 + signal number."""
 
     def __init__(self, signum: int, where: str):
         super().__init__(f"stopped by signal {signum}; {where}; the same command continues")
@@ -38,7 +38,7 @@ class Interrupted(Exception):
 
 @contextlib.contextmanager
 def blame(where: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Within the context, an error of one of these kinds is a `UserError` that begins with `where`."""
+    """Turn an error of one of these kinds within the context into a `UserError` that begins with `where`."""
     try:
         yield
     except kinds as error:
@@ -46,8 +46,10 @@ def blame(where: str, *kinds: type[Exception]) -> Iterator[None]:
 
 
 def did_you_mean(name: object, known: Iterable[object]) -> str:
-    """The end of an error line about an unknown name: `; did you mean 'vim'?`, or `; known: ...` where none is close
-    and a line has room for all of them."""
+    """Return the end of an error line about an unknown name.
+
+    This is `; did you mean 'vim'?`, or `; known: ...` if no name is close and all names fit on a line, or empty.
+    """
     names = [str(each) for each in known]
     close = difflib.get_close_matches(str(name), names, n=1)
     if close:

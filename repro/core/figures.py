@@ -1,6 +1,6 @@
-"""Figures as PNG of few colours. The same numbers give the same bytes.
+"""Figures as PNG files of at most 256 colours; equal numbers give equal bytes.
 
-matplotlib is imported when a figure is drawn, so that importing this module costs nothing.
+matplotlib is imported only when a figure is drawn, so that this module imports fast.
 """
 
 import io
@@ -12,8 +12,8 @@ from typing import Any
 from .record import atomic
 from .speeds import RANGES
 
-# family -> label, colour (from Okabe and Ito's palette, which most eyes can tell apart), marker, line: the same in
-# every figure; relatives share a colour
+# family -> (label, colour, marker, line) in every figure; colours are Okabe and Ito's, which suit colour-blind readers,
+# and related families share one
 STYLES = {
     "vittt": ("Vittt", "#D55E00", "o", "-"),
     "deit": ("DeiT, unfused attention", "#0072B2", "s", "--"),
@@ -28,7 +28,7 @@ STYLES = {
     "mambavision": ("MambaVision", "#009E73", ">", ":"),
     "resnet": ("ResNet", "#000000", "x", "-"),
 }
-# the quantities of Fig. 1 and 6 of Vision-TTT -> the labels of their axes
+# quantity of Fig. 1 and 6 of Vision-TTT -> label of its axis
 LABELS = {
     "macs_g": "multiply-adds per image (10⁹)",
     "throughput_img_per_s": "images per second",
@@ -43,12 +43,12 @@ def against_resolution(
 ) -> None:
     """Draw quantities against the image size on logarithmic axes, one panel each, as Fig. 6 of Vision-TTT does.
 
-    A row that ran out of memory or time is a cross on the upper edge (on the lower one for throughput), labelled with
-    the reason. The band around a time or a peak is its range over the processes, where there are several; a time that
-    is the host's, or perhaps so, is hollow.
+    A row that ran out of memory or time is a cross on the upper edge (the lower one for throughput) with the reason.
+    The band around a time or a peak of memory is its range over several processes. A time that is, or may be, the
+    host's has a hollow marker.
 
     Args:
-        path: of the PNG.
+        path: the PNG file.
         series: family, a key of `STYLES` -> its rows, see `core.speeds.pool_runs` and `mark_host`.
         quantities: keys of `LABELS`, or `latency_ms`.
     """
@@ -63,7 +63,7 @@ def against_resolution(
             if points := sorted((row["image_size"][0], row[key]) for row in measured):
                 panel.plot(*zip(*points), **style, linestyle=line, label=label)
             ranges = sorted((row["image_size"][0], *(row.get(RANGES.get(key)) or (math.nan,) * 2)) for row in measured)
-            if ranges:  # no number where there is one process, which no band goes over
+            if ranges:  # NaN for rows of one process, where fill_between leaves a gap
                 panel.fill_between(*zip(*ranges), color=colour, alpha=0.2, linewidth=0)
             hosts = [row for row in measured if key in _SPEEDS and row["host"]]
             if points := [(row["image_size"][0], row[key]) for row in hosts]:
@@ -83,9 +83,9 @@ def against_resolution(
 
 
 def at_largest(path: Path, bars: Mapping[str, Mapping[str, float]], title: str) -> None:
-    """Draw one panel for each quantity with one bar for each family, as the panels of Fig. 1 of Vision-TTT.
+    """Draw a panel for each quantity with a bar for each family, like the panels of Fig. 1 of Vision-TTT.
 
-    `bars` is quantity, a key of `LABELS` -> family -> value; the rest is as in `against_resolution`.
+    `bars` maps a quantity, a key of `LABELS`, to family -> value; see also `against_resolution`.
     """
     figure, axes = new_figure(len(bars))
     for panel, (key, values) in zip(axes, bars.items(), strict=True):
@@ -104,7 +104,7 @@ def at_largest(path: Path, bars: Mapping[str, Mapping[str, float]], title: str) 
 
 
 def new_figure(columns: int, rows: int = 1) -> tuple[Any, Any]:
-    """A figure and its panels, row by row."""
+    """Make a figure and its panels, row by row."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.6 * columns, 4.2 * rows), dpi=130)
@@ -117,7 +117,7 @@ def save_png(figure: Any, path: Path) -> Path:
 
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi="figure")
-    # a palette that covers all colours, not the most frequent ones alone, keeps the steps of a colour map apart
+    # MAXCOVERAGE covers all colours, not only the most frequent ones, so a colour map keeps its steps
     few = Image.open(drawn).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, kmeans=1, dither=Image.Dither.NONE)
     with atomic(path) as temporary:
         few.save(temporary, format="PNG", optimize=True)
@@ -134,7 +134,7 @@ def _label_sizes(panel: Any, sizes: Sequence[int]) -> None:
 
 
 def _mark_failures(panel: Any, failed: Sequence[tuple[int, str, str]], edge: float) -> None:
-    """A cross for each (image size, status, colour) at `edge`, a share of the panel's height."""
+    """Draw a cross for each (image size, status, colour) at `edge`, a share of the panel's height."""
     for place, (size, status, colour) in enumerate(failed):
         panel.plot(size, edge, "x", color=colour, transform=panel.get_xaxis_transform(), markersize=7, clip_on=False)
         panel.annotate(

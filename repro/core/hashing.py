@@ -1,4 +1,4 @@
-"""Short hashes of contents."""
+"""Hashes of files and texts, and checks of files by their hash."""
 
 import hashlib
 import zipfile
@@ -13,14 +13,15 @@ DIGITS = 16
 
 
 def short_hash(content: bytes | memoryview | str) -> str:
-    """The first 16 hex digits of the SHA-256 of bytes, or of a text in UTF-8: how every record names a content."""
+    """Return the first 16 hex digits of the SHA-256 of bytes, or of a text in UTF-8, as used in every record."""
     return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()[:DIGITS]
 
 
 def hash_file(path: Path, digits: int = DIGITS, *, blank: int | None = None) -> str:
-    """The first digits of a file's SHA-256; raises OSError where it cannot be read.
+    """Return the first hex digits of a file's SHA-256; raise OSError if it cannot be read.
 
-    With `blank`, zeros stand for the 64 digits that begin at this byte: where a file keeps its own hash.
+    With `blank`, the 64 bytes from this offset are hashed as the character `0`, because a file keeps its own hash
+    there.
     """
     start = hashlib.sha256()
     with open(path, "rb") as stream:
@@ -39,13 +40,16 @@ def require_hash(
     stated: str = "--sha256",
     blank: int | None = None,
 ) -> None:
-    """Refuse a file whose SHA-256 does not begin with the stated digits, 8 or more; None states nothing.
+    """Refuse a file whose SHA-256 does not begin with the stated digits, 8 or more; None refuses nothing.
 
-    Errors name the file as `named`, by default by its path, and the digits by the option or the key of a params file
-    that `stated` them; `advice` ends them. `blank`: see `hash_file`.
+    Args:
+        named: the file's name in messages; its path by default.
+        stated: the option or the key of a params file that states the digits.
+        advice: the end of messages.
+        blank: see `hash_file`.
 
     Raises:
-        UserError: another hash, too few digits or others than hexadecimal ones, or no file.
+        UserError: another hash, too few digits, digits that are not hexadecimal, or no file.
     """
     if sha256 is None:
         return
@@ -59,10 +63,12 @@ def require_hash(
 
 
 def require_intact_zip(path: Path) -> None:
-    """Raise a ValueError about a part of a zip, such as a file of `torch.save`, that has another sum than it states.
+    """Verify the checksums of a zip archive, such as a file of `torch.save`; PyTorch does not check them.
 
-    PyTorch does not look at the sums. Files that are no zips pass; the errors of `zipfile` about damage elsewhere are
-    its own.
+    A file that is no zip archive passes.
+
+    Raises:
+        ValueError: the content of a member does not match its checksum; other damage raises errors of `zipfile`.
     """
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
@@ -71,7 +77,7 @@ def require_intact_zip(path: Path) -> None:
 
 
 def hash_files(root: Path, files: Iterable[str]) -> str:
-    """The short hash of the names and contents of files, whose names are relative to `root`."""
+    """Return the short hash of the names and contents of files, whose names are relative to `root`."""
     digest = hashlib.sha256()
     for name in sorted(files):
         digest.update(name.encode() + b"\0" + hashlib.sha256((root / name).read_bytes()).digest())
@@ -79,10 +85,9 @@ def hash_files(root: Path, files: Iterable[str]) -> str:
 
 
 def require_own_code(root: Path) -> None:
-    """Raise UserError where the code that runs is not that of the checkout at `root`, which its records name.
+    """Raise a UserError if the running code is not that of the work tree at `root`, whose commit its records name.
 
-    A folder without dvc.yaml is no checkout, and one without this code, in which a wheel runs, has none that could be
-    taken for it.
+    A folder without dvc.yaml is no work tree. A folder without this code, in which a wheel runs, passes too.
     """
     for name in FIRST_PARTY if (root / "dvc.yaml").is_file() else ():
         own, runs = root / name / "__init__.py", getattr(find_spec(name), "origin", None)

@@ -1,4 +1,4 @@
-"""The paths of a checkout, as one object that is made from its root and given to every stage."""
+"""The paths of a work tree as one object, which is made from its root and passed to every stage."""
 
 import dataclasses
 import os
@@ -8,15 +8,13 @@ from pathlib import Path
 from .children import ask
 from .errors import UserError
 
-# a word of a command line: an option and a kind in front of a place, each where it is there
+# a word of a command line: an optional `--option=`, an optional `kind:`, and a path
 _WORD = re.compile(r"((?:-[A-Za-z]|--[\w-]+=)?(?:\w+:)?)(?=[~/.])(.*)", re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
 class Paths:
-    """The folders of one checkout, whose `root` holds params.yaml and dvc.yaml; every path in the project comes from
-    here.
-    """
+    """The folders of a work tree, whose `root` holds params.yaml and dvc.yaml; the project's only source of paths."""
 
     root: Path
 
@@ -37,27 +35,28 @@ class Paths:
         return self.root / os.path.expanduser(given)
 
     def cell(self, stage: str, cell: str) -> Path:
-        """`results/<stage>/<cell>`: written by that stage alone."""
+        """Return `results/<stage>/<cell>`, which only that stage writes."""
         return self.results / stage / cell
 
     @property
     def speed(self) -> Path:
-        """`results/speed`: times and checks of a device, one CSV for each kind; never a DVC out."""
+        """Return `results/speed`: times and checks by device, one CSV for each kind; never a DVC out."""
         return self.results / "speed"
 
     def replications(self, device: str) -> Path:
-        """`results/replications/<device>`: records of other machines and of commands outside the pipeline, never a DVC
-        out; `<stage>/<cell>.json` each.
+        """Return `results/replications/<device>`, with a `<stage>/<cell>.json` for each record; never a DVC out.
+
+        The records are those of other machines and of commands outside the pipeline.
         """
         return self.results / "replications" / device
 
     def artifacts(self, record: Path) -> Path:
-        """`artifacts/<stage>/<cell>`: the files outside of Git of a training with this record in results/."""
+        """Return `artifacts/<stage>/<cell>`, the folder outside of Git of the training with this record in results/."""
         place = record.relative_to(self.results)
         return self.root / "artifacts" / (place.parent if place.name == "metrics.json" else place.with_suffix(""))
 
     def find_record(self, weights: Path) -> Path | None:
-        """The record of a training that left this file of weights in its artifacts; None where there is none."""
+        """Return the record of the training that left this file of weights in its artifacts; None without one."""
         folder = weights.resolve().parent
         if not folder.is_relative_to(root := (self.root / "artifacts").resolve()):
             return None
@@ -67,34 +66,37 @@ class Paths:
         )
 
     def run_state(self, stage: str, cell: str, key: str) -> Path:
-        """`.runs/<stage>/<cell>/<key>`: resume state, outside DVC's outs because DVC deletes outs before a stage
-        starts.
+        """Return `.runs/<stage>/<cell>/<key>`, the folder of a state to resume from.
+
+        It is no DVC out, because DVC deletes outs before a stage starts.
         """
         return self.root / ".runs" / stage / cell / key
 
     def logs(self, stage: str, cell: str) -> Path:
-        """`.runs/logs/<stage>/<cell>`: the output of a run, kept when the run is done."""
+        """Return `.runs/logs/<stage>/<cell>`, the folder of a run's output, which is kept after the run."""
         return self.root / ".runs" / "logs" / stage / cell
 
 
 def split_word(word: str) -> tuple[str, str]:
-    """Split a word of a command line into a prefix and a path: `--data=folder:` and `~/pets`.
+    """Split a word of a command line into a prefix and a path, such as `--data=folder:` and `~/pets`.
 
-    A word without a path, or whose path begins like a name, is all prefix.
+    The path must begin with `~`, `/` or `.`; any other word is all prefix.
     """
     found = _WORD.fullmatch(word)
     return (found[1], found[2]) if found else (word, "")
 
 
 def expand_home(word: str) -> str:
-    """The same word of a command line with the user's home for a `~` that begins its place."""
+    """Replace a `~` at the beginning of the path in a word of a command line by the user's home."""
     before, place = split_word(word)
     return before + os.path.expanduser(place)
 
 
 def find_root(start: Path | None = None) -> Paths:
-    """The nearest folder at or above `start` (default: the working directory) with params.yaml and dvc.yaml, or a
-    UserError.
+    """Find the nearest folder at or above `start` (default: the working directory) with params.yaml and dvc.yaml.
+
+    Raises:
+        UserError: there is none.
     """
     start = (start or Path(os.getcwd())).resolve()
     for folder in (start, *start.parents):
@@ -104,8 +106,9 @@ def find_root(start: Path | None = None) -> Paths:
 
 
 def describe_missing_results(root: Path) -> str | None:
-    """The line that says how committed results come back: DVC removes those of a stage before it runs it. None if none
-    is missing.
+    """Describe the committed results that are missing, and how to restore them; None if none is missing.
+
+    DVC removes the results of a stage before it runs it, so a failed or stopped stage leaves them missing.
     """
     said = ask(["git", "ls-files", "--deleted", "results"], root)
     if not said:  # none, or the checkout is no repository

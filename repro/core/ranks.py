@@ -1,6 +1,6 @@
-"""The processes of one training run, as torchrun starts them: the own rank, and reductions over all.
+"""The processes of one training under torchrun: the own rank, and reductions over all ranks.
 
-Without torchrun there is one process, nothing is initialised, and every function below is the plain thing.
+Without torchrun there is one process. Then no process group is initialised, and every reduction returns its argument.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ RESTARTS = 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """This process among those that train together: `rank` of `world_size`, the `local_rank`-th of its machine."""
+    """The place of this process among those that train together, with torchrun's names."""
 
     rank: int = 0
     world_size: int = 1
@@ -32,11 +32,11 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """True in the process that writes and prints."""
+        """True in rank 0, which alone writes and prints."""
         return self.rank == 0
 
     def share(self, total: int, what: str) -> int:
-        """A total divided by the number of processes; a UserError where it is not divisible."""
+        """Divide a total by the number of processes; raise a UserError if it is not divisible."""
         if total % self.world_size:
             raise UserError(
                 f"{what}: {total} is not divisible by {self.world_size} processes; choose --gpus so that it is"
@@ -73,7 +73,7 @@ class Ranks:
             x.copy_(mean.view_as(x))
 
     def gather(self, value: Any) -> list[Any]:
-        """The value of every rank, in their order, on rank 0; an empty list on the others. Small picklable values."""
+        """Gather a small picklable value of every rank, in their order, on rank 0; return [] on the others."""
         if self.world_size == 1:
             return [value]
         import torch.distributed as dist
@@ -83,7 +83,7 @@ class Ranks:
         return found or []
 
     def from_first(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
+        """Broadcast rank 0's value to every rank."""
         if self.world_size == 1:
             return value
         import torch.distributed as dist
@@ -94,14 +94,15 @@ class Ranks:
 
 
 def launch_ranks(processes: int, arguments: list[str]) -> None:
-    """Run `repro ARGUMENTS` under torchrun in `processes` processes of this machine, and end as it ends.
+    """Run `repro ARGUMENTS` under torchrun in `processes` processes on this machine.
 
-    A process that fails ends the others; torchrun starts all of them again `RESTARTS` times, and they continue from the
-    last saved state. SIGINT and SIGTERM are handed on: every process finishes its step and saves.
+    If a process fails, torchrun ends the others and starts all of them again, up to `RESTARTS` times; they continue
+    from the last saved state. SIGINT and SIGTERM are passed on, and every process then finishes its step and saves.
 
     Raises:
-        UserError: there are not as many GPUs; on CPUs it runs only where `runtime.device: cpu` asks for them.
-            Interrupted: a signal ended it. RunError: it failed.
+        UserError: there are fewer GPUs than processes; on CPUs it runs only with `runtime.device: cpu`.
+        Interrupted: a signal ended the run.
+        RunError: the run failed.
     """
     require_gpus(processes, load_runtime(find_root()).device)
     run = [sys.executable, "-m", "repro.core.children", "torch.distributed.run", "--standalone"]
@@ -111,7 +112,7 @@ def launch_ranks(processes: int, arguments: list[str]) -> None:
         number: signal.signal(number, lambda number, frame: received.append(number))
         for number in (signal.SIGINT, signal.SIGTERM)
     }
-    # a session of its own: a Ctrl-C in the terminal reaches it through us alone, and once
+    # in its own session, so that a Ctrl-C in the terminal reaches it once, through this process
     child = subprocess.Popen(run, env=os.environ | {PARENT: str(os.getpid())}, start_new_session=True)
     try:
         while child.poll() is None:
@@ -133,7 +134,7 @@ def launch_ranks(processes: int, arguments: list[str]) -> None:
 
 
 def require_gpus(processes: int, device: str) -> None:
-    """Raise UserError where this machine has fewer GPUs than processes, but for a `runtime.device` of `cpu`."""
+    """Raise a UserError if this machine has fewer GPUs than processes, unless `device` is `cpu`."""
     if device == "cpu":
         return
     import torch
@@ -146,7 +147,7 @@ def require_gpus(processes: int, device: str) -> None:
 
 @contextlib.contextmanager
 def joined(device_type: str) -> Iterator[Ranks]:
-    """The ranks of this run, their process group open meanwhile: NCCL for `cuda`, gloo for `cpu`.
+    """Open the process group of this run within the context and yield its ranks: NCCL for `cuda`, gloo for `cpu`.
 
     Raises:
         UserError: torchrun's variables are incomplete, or name more processes than this machine has GPUs.
@@ -170,9 +171,9 @@ def joined(device_type: str) -> Iterator[Ranks]:
     dist.init_process_group(backend, timeout=datetime.timedelta(minutes=TIMEOUT_MINUTES))
     try:
         yield ranks
-    except Interrupted:  # all ranks agreed on it
+    except Interrupted:  # all ranks stop at the same step, so none waits in a collective
         dist.destroy_process_group()
         raise
-    # after any other error the others may wait in an exchange, and closing the group would wait for them: torchrun ends
-    # them
+    # after any other error, other ranks may hang in a collective, and destroying the group would wait for them;
+    # torchrun ends them instead
     dist.destroy_process_group()

@@ -1,9 +1,9 @@
-"""Results on disk: atomic files, records with their identity, their `run.json`, and the code's own hash.
+"""Results on disk: atomic writes, records with their identity, and their `run.json`.
 
-A record holds everything that explains a number and nothing that changes from run to run; date, seconds and host go to
-`run.json`, which no stage depends on. A cell of the pipeline has `metrics.json`, with its scores alone, so that
-`dvc metrics show` and `diff` print what a person compares, and `record.json` with the rest; `read_record` joins them.
-Any other record is one file. A run that finds what a record says already leaves its bytes, so that Git shows no change.
+A record holds everything that explains a number, and nothing that changes from run to run. Date, seconds and host go to
+`run.json`, on which no stage depends. A cell of the pipeline has `metrics.json` with its scores alone, which are all
+that `dvc metrics` prints then, and `record.json` with the rest; `read_record` joins them. Any other record
+is one file. A run with the same result as the record does not rewrite it, so Git shows no change.
 """
 
 import base64
@@ -29,7 +29,7 @@ from .paths import split_word
 from .runtime import describe_place
 
 DETAILS_FILE = "record.json"
-CURVE_SCORES = 2  # of a task, the first ones: a record has their curves, which pages draw
+CURVE_SCORES = 2  # a record has the curves of so many scores of its task, the first ones, for the pages
 _VERSIONS_OF = ("torch", "torchvision", "triton", "timm", "numpy", "numba", "llvmlite")
 
 
@@ -37,7 +37,7 @@ _VERSIONS_OF = ("torch", "torchvision", "triton", "timm", "numpy", "numba", "llv
 def atomic(path: Path) -> Iterator[Path]:
     """Yield a temporary path in the same folder; on success it is flushed and renamed to `path`, on failure removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # a name may have 255 bytes, four for a character
+    # a file name has at most 255 bytes, and a character up to four
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:60]}.", suffix=".tmp")
     os.close(handle)
     temporary = Path(name)
@@ -49,21 +49,21 @@ def atomic(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        # a full disk is an error of no file, or of both files of a copy
+        # the error of a full disk names no file, or both files of a copy
         if isinstance(error, OSError) and (error.filename is None or error.filename2 is not None):
             error.filename = str(path)
         raise
 
 
 def sweep(*folders: Path) -> None:
-    """Remove the temporary files of `atomic` that a killed process left in folders into which nothing else writes now."""
+    """Remove the temporary files of `atomic` that a killed process left; no other process may write to the folders."""
     for folder in folders:
         for left in folder.glob(f".*.{'?' * 8}.tmp"):
             left.unlink(missing_ok=True)
 
 
 def require_writable(folder: Path) -> None:
-    """Raise RunError where no file can be written into a folder, which need not exist yet; it leaves nothing."""
+    """Raise a RunError if no file can be written into a folder, which need not exist yet; leave no trace."""
     existing = next(place for place in (folder, *folder.parents) if place.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):
@@ -79,18 +79,22 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write sorted, indented JSON atomically. Non-finite numbers are refused: missing is `null` with a reason, never
-    NaN.
+    """Write sorted, indented JSON atomically; raise a ValueError for NaN and infinity.
+
+    A missing number is `null` with a reason.
     """
     write_text(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
 
 
 def format_record(value: Any, line: str = "\n") -> str:
-    """JSON as `json.loads` gave it, sorted, in which what holds no mapping and no list stands on one line: the scores of
-    a seed, a machine's versions. The texts of a list, which are the lines of a curve, have a line each.
+    """Format a JSON value with sorted keys, compactly but so that a diff by lines stays readable.
+
+    A mapping or list without nested ones takes one line, such as the scores of a seed. In a list of texts, such as the
+    lines of a curve, each text has its own line.
 
     Args:
-        line: the beginning of a line at the depth of `value`.
+        value: a value as `json.loads` returns it.
+        line: the line break and the indentation at the depth of `value`.
     """
     is_list, inner = isinstance(value, list), f"{line} "
     held = value if is_list else value.values() if isinstance(value, dict) else ()
@@ -103,7 +107,7 @@ def format_record(value: Any, line: str = "\n") -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Read JSON; a missing or damaged file is a `UserError` naming it."""
+    """Read JSON; raise a `UserError` that names a missing or damaged file."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -113,8 +117,10 @@ def read_json(path: Path) -> Any:
 
 
 def replace_block(path: Path, name: str, text: str) -> None:
-    """Put `text` between the lines `<!-- name -->` and `<!-- /name -->` of a Markdown file; a UserError where it has
-    none.
+    """Replace the text between the lines `<!-- name -->` and `<!-- /name -->` of a Markdown file.
+
+    Raises:
+        UserError: the file has no such lines.
     """
     begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
     before, opened, rest = path.read_text(encoding="utf-8").partition(begin)
@@ -133,20 +139,22 @@ def write_record(
     scores: Collection[str] = (),
     curve: Sequence[str] | None = None,
 ) -> None:
-    """Write the record `file` (= {metrics, identity}) and its `run.json` (date, seconds, host).
+    """Write the record `file`, {metrics, identity}, and its `run.json` (date, seconds, host).
 
-    A record that is there with the same metrics, of the same parameters, data and device, is left as it is: its commit
-    stays that of the last change. Metrics have their unit in the key; a None must be explained by a sibling key
-    `<name>_reason`. For the identity, see `make_identity`.
+    An existing record with the same metrics, parameters, data and device is not rewritten, so its commit remains that
+    of the last change. Metrics have their unit in the key. A None must have a sibling key `<name>_reason`.
 
     Args:
         file: `metrics.json` in a cell's folder, or `<cell>.json` among the records of a device.
-        scores: the keys that a person compares; `file` has these alone then, and `record.json` next to it the rest.
-        curve: the lines of a CSV table, a row per epoch and seed. A record that is there keeps its own.
+        metrics: the results.
+        identity: see `make_identity`.
+        seconds: the time of the run.
+        scores: keys of the scores to compare. If given, `file` has these alone, and `record.json` next to it the rest.
+        curve: the lines of a CSV table with a row per epoch and seed. A record that is not rewritten keeps its own.
     """
     _require_reasons(metrics, str(file))
     folder = file.parent
-    if file.name == "metrics.json":  # no other process writes into a folder of its own
+    if file.name == "metrics.json":  # no other process writes into a cell's folder
         sweep(folder)
     write_run(file, seconds)
     record = {"metrics": metrics, "identity": identity} | ({} if curve is None else {"curve": list(curve)})
@@ -154,7 +162,7 @@ def write_record(
         return
     if scores:
         rest = {key: value for key, value in metrics.items() if key not in scores}
-        file.unlink(missing_ok=True)  # a stop between the two files must not mix two runs
+        file.unlink(missing_ok=True)  # an interruption between the two writes must not leave halves of two runs
         _write_details(folder / DETAILS_FILE, record | {"metrics": rest})
         write_json(file, {key: value for key, value in metrics.items() if key in scores})
     else:
@@ -173,7 +181,7 @@ def write_run(file: Path, seconds: float) -> None:
 
 
 def _says(file: Path, record: Mapping[str, Any], scores: Collection[str]) -> bool:
-    """Tell whether the file already has an equal record, in the same form, of the same parameters, data and device."""
+    """Tell whether the file already holds an equal record in the same form, with equal parameters, data and device."""
     if not file.is_file() or (file.name == "metrics.json" and file.with_name(DETAILS_FILE).is_file() != bool(scores)):
         return False
     try:
@@ -193,13 +201,15 @@ def _says(file: Path, record: Mapping[str, Any], scores: Collection[str]) -> boo
 
 
 def name_machine(identity: Mapping[str, Any]) -> str:
-    """The device that a record names, without its threads."""
+    """Return the device that a record names, without its number of threads."""
     return str(identity.get("device", "–")).partition(", ")[0]
 
 
 def read_record(path: Path) -> Any:
-    """A record, in one file or in `metrics.json` and `record.json`; a missing or damaged file is a `UserError`
-    naming it.
+    """Read a record from one file, or from `metrics.json` and `record.json` together.
+
+    Raises:
+        UserError: a file is missing or damaged.
     """
     content, details = read_json(path), path.with_name(DETAILS_FILE)
     if path.name != "metrics.json" or not details.is_file():
@@ -214,16 +224,22 @@ def read_record(path: Path) -> Any:
 def make_identity(
     root: Path, config: Any, *, data_manifest: Path | None = None, device: str, dtype: str, backend: str
 ) -> dict:
-    """The provenance of a number.
+    """Return the provenance of a number.
 
     Args:
+        root: the root of the work tree.
         config: the stage's params dataclass.
+        data_manifest: the manifest of the data set, if the number depends on one.
         device: see `runtime.device_label`.
-        backend: which implementation of the kernels ran.
+        dtype: the precision of the computation, e.g. `bf16`.
+        backend: the implementation of the kernels that ran.
 
     Returns:
-        {command, parent_commit, params_hash, data_manifest_hash, device, machine, dtype, backend, versions}; for the
-        machine see `runtime.describe_place`. Unknown values are None, for the command with command_reason.
+        {command, parent_commit, params_hash, data_manifest_hash, device, machine, dtype, backend, versions}; for
+        `machine` see `runtime.describe_place`. Unknown values are None; that of `command` comes with `command_reason`.
+
+    Raises:
+        UserError: the running code is not that of the work tree, see `require_own_code`.
     """
     require_own_code(root)
     command = find_command(root, sys.argv)
@@ -242,13 +258,13 @@ def make_identity(
 
 
 def current_commit(root: Path) -> str | None:
-    """The hash of the commit that the checkout is at; None outside of Git."""
+    """Return the hash of the work tree's commit; None outside of Git."""
     commit = ask(["git", "rev-parse", "HEAD"], root)
     return commit and commit.strip()
 
 
 def serialise_recipe(identity: Mapping[str, Any]) -> str | None:
-    """The training recipe in a record's identity, as JSON without the machine; None for a record without one."""
+    """Return the recipe in a record's identity as JSON, without device and backend; None for a record without one."""
     if (recipe := identity.get("recipe")) is None:
         return None
     precision = recipe.get("precision")
@@ -258,17 +274,16 @@ def serialise_recipe(identity: Mapping[str, Any]) -> str | None:
 
 
 def find_difference(identity: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """The first of some hashes that a record has otherwise, in words: `params`, `data manifest`; None if it has all."""
+    """Return in words the first hash of `now` that differs in a record, e.g. `data manifest`; None if all agree."""
     other = next((name for name, value in now.items() if identity.get(name) != value), None)
     return other and other.removesuffix("_hash").replace("_", " ")
 
 
 def find_command(root: Path, argv: Sequence[str]) -> str | None:
-    """The command that a process with these arguments runs, as a user types it: `repro pretrain --cell nano`; None for
-    another program.
+    """Return the command of a process with these arguments, e.g. `repro pretrain --cell nano`; None for other programs.
 
-    An absolute path, also behind an option or a kind of data, is written from the checkout at `root` on; one elsewhere
-    becomes `.../` and its last part.
+    An absolute path, also behind an option or a kind of data, becomes relative to `root`. A path outside of it becomes
+    `.../` and its last part, so that records show no private folders.
     """
     program = Path(argv[0])
     if program.stem != "repro" and program.parts[-2:] != ("repro", "__main__.py"):  # the script, or `python -m repro`
@@ -285,17 +300,17 @@ def _hide_folders(word: str, root: Path) -> str:
 
 
 def has_versions(recorded: Mapping[str, str | None]) -> bool:
-    """Tell whether this environment has a record's packages in the same versions."""
+    """Tell whether this environment has the versions that a record names."""
     return recorded.items() <= versions().items()
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python and of the packages that numbers depend on, without importing them."""
+    """Return the versions of Python and of the packages that affect numbers, without importing them."""
     return {"python": platform.python_version(), **{name: installed_version(name) for name in _VERSIONS_OF}}
 
 
 def installed_version(name: str) -> str | None:
-    """The version of a distribution, the first one on the module path; None if it is not installed."""
+    """Return the version of the first distribution of this name on the module path; None if there is none."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -316,7 +331,7 @@ def _require_reasons(value: Any, where: str) -> None:
 
 
 def pack_hits(hits: Sequence[bool]) -> str:
-    """Base64 of a bit an image, the first one in the highest bit of the first byte; a rest of the last byte is 0."""
+    """Pack one bit per image into base64, the first in the highest bit of the first byte, padded with zeros."""
     import numpy as np
 
     return base64.b64encode(np.packbits(np.array(hits, dtype=bool)).tobytes()).decode()

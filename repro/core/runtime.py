@@ -1,4 +1,4 @@
-"""Seeds, determinism, device choice and the `runtime:` section, which changes a run's course, never its results."""
+"""Seeds, determinism, devices, and the `runtime:` section, which affects how a run proceeds and never its results."""
 
 import dataclasses
 import multiprocessing
@@ -17,7 +17,7 @@ from .config import bounded, load_section
 from .errors import UserError
 from .paths import Paths
 
-# of the environment: when `repro run` began, in seconds since 1970, and how many stages it runs at once
+# environment variable with the start of `repro run` in seconds since 1970, and its number of parallel stages
 RUN_BEGAN = "REPRO_RUN_BEGAN"
 SHM = "/dev/shm"
 _VECTOR_FLAG = re.compile(r"sse4_2|avx2?|fma|avx512\w*|amx\w*|neon|asimd\w*|sve\w*")
@@ -36,18 +36,17 @@ class Runtime:
     """The `runtime:` section of params.yaml. It is in no dependency and no hash.
 
     Args:
-        device: `auto` takes CUDA where there is one.
+        device: `auto` takes CUDA if it is available.
         workers: processes that load data; 0 loads in the main process.
-        threads: CPU threads of the main process, at most OMP_NUM_THREADS where that is set; null leaves PyTorch's
-            choice.
-        micro_batch: images of a process that go through the model at once; null for all of its share. A batch that is
-            larger is cut into parts whose gradients are averaged, so that the total batch is the one of the section
-            on any number of GPUs.
-        compile: `torch.compile` for training. channels_last: memory format of the model's weights.
-        peak_tflops: of one device in the precision of the training, for the share of it that is used; null leaves the
-            share out.
-        jsonl, tensorboard: a line per step in .runs/logs/<stage>/<cell>/seed_<n>/train.jsonl, and TensorBoard
-            events in the same folder.
+        threads: CPU threads of the main process, at most OMP_NUM_THREADS if that is set; null leaves PyTorch's choice.
+        micro_batch: images of a process in one forward pass; null for all of its share. A larger batch is cut into
+            parts whose gradients are averaged, so that the total batch is that of the section on any number of GPUs.
+        compile: whether to use `torch.compile` in training.
+        channels_last: whether the model's weights have this memory format.
+        peak_tflops: peak of one device in the precision of the training, for the share of it that is used; null omits
+            the share.
+        jsonl: whether to write a line per step into .runs/logs/<stage>/<cell>/seed_<n>/train.jsonl.
+        tensorboard: whether to write TensorBoard events into the same folder.
         save_every_steps: how often training state is saved.
         log_every_steps: how often the log line and the progress bar are updated.
         max_pixels: width times height of the largest picture that is read.
@@ -69,15 +68,19 @@ class Runtime:
     data_roots: dict[str, str]
 
     def data_root(self, paths: Paths, kind: str) -> Path:
-        """The folder of a data set, relative ones taken from the project root, `~` from the user's home."""
+        """Return the absolute folder of a data set; a relative one starts at the project's root, `~` is the home.
+
+        Raises:
+            UserError: `data_roots` has no such entry.
+        """
         if kind not in self.data_roots:
             raise UserError(f"runtime.data_roots.{kind}: missing; say where the {kind} data set lies")
         return paths.find(self.data_roots[kind]).absolute()
 
 
-# TFLOP/s of dense bf16 products that are summed in fp32; a part of a GPU's name -> its peak, and the first that fits
-# counts. They are NVIDIA's: its papers on the Ampere (A100), Hopper (H100, SXM5 unless it says PCIe) and Ada (RTX 4090)
-# architectures, and the data sheets of the others, where those with sparsity are twice as high.
+# part of a GPU's name -> peak TFLOP/s of dense bf16 products with fp32 accumulation; the first match counts. Sources:
+# NVIDIA's papers on the Ampere (A100), Hopper (H100, SXM5 unless it says PCIe) and Ada (RTX 4090) architectures, and
+# the data sheets of the others, halved where these count sparsity.
 PEAK_TFLOPS = {
     "A100": 312.0,
     "H100 PCIe": 756.0,
@@ -90,21 +93,19 @@ PEAK_TFLOPS = {
 
 
 def find_peak(gpu: str) -> float | None:
-    """The TFLOP/s of a GPU in bf16 by its data sheet; None for one that is not in our table."""
+    """Return the peak TFLOP/s of a GPU in bf16; None if it is not in `PEAK_TFLOPS`."""
     return next((tflops for part, tflops in PEAK_TFLOPS.items() if part.lower() in gpu.lower()), None)
 
 
 def torch_dtype(name: str) -> Any:
-    """`fp32`, `bf16` or `fp16`, as results spell them -> torch.dtype."""
+    """Return the torch.dtype of `fp32`, `bf16` or `fp16`."""
     import torch
 
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 
 def load_runtime(paths: Paths) -> Runtime:
-    """The `runtime:` section of this checkout's params.yaml; where OMP_NUM_THREADS is set, it limits the number of
-    threads there.
-    """
+    """Load the `runtime:` section of params.yaml; OMP_NUM_THREADS, if set, limits its `threads`."""
     runtime, given = load_section(Runtime, paths.params, "runtime"), find_given_threads()
     if runtime.threads and given:
         return dataclasses.replace(runtime, threads=min(runtime.threads, given))
@@ -112,13 +113,13 @@ def load_runtime(paths: Paths) -> Runtime:
 
 
 def find_given_threads() -> int | None:
-    """The first number of OMP_NUM_THREADS, which may have one for each level of nesting; None without one, as OpenMP."""
+    """Return the first number of OMP_NUM_THREADS, which may list one per level of nesting; None without a valid one."""
     first = re.match(r"\s*\+?(\d+)\s*(,|$)", os.environ.get("OMP_NUM_THREADS", ""), re.ASCII)
     return (int(first[1]) or None) if first else None
 
 
 def measure_shared_memory() -> int:
-    """The bytes of shared memory that are free; 0 where processes cannot share even a lock."""
+    """Return the free bytes of shared memory; 0 if processes cannot share even a lock."""
     try:
         multiprocessing.Lock()
     except (ImportError, OSError):
@@ -127,15 +128,15 @@ def measure_shared_memory() -> int:
 
 
 def choose_workers(wanted: int) -> int:
-    """The number of processes to start: `wanted`, or 0 with a message where there is no shared memory."""
-    if wanted and measure_shared_memory() < 2**20:  # a lock takes a page, and there are a dozen of them and more
+    """Return the number of processes to start: `wanted`, or 0 with a message if there is no shared memory."""
+    if wanted and measure_shared_memory() < 2**20:  # each of a dozen or more locks takes a page
         print(f"{SHM}: no shared memory; this process does the work of {wanted} workers", file=sys.stderr, flush=True)
         return 0
     return wanted
 
 
 def choose_device(choice: str) -> Any:
-    """`auto|cpu|cuda` -> torch.device; an explicit `cuda` that is not there is a `UserError`."""
+    """Return the torch.device for `auto`, `cpu` or `cuda`; raise a `UserError` for `cuda` without a CUDA device."""
     import torch
 
     if choice == "cuda" and not torch.cuda.is_available():
@@ -146,12 +147,12 @@ def choose_device(choice: str) -> Any:
 
 
 def usable_cores() -> int:
-    """The CPUs that this process may run on."""
+    """Return the number of CPUs that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def share_machine(slot: int, jobs: int, runtime: Runtime) -> dict[str, str]:
-    """The variables of the environment that give one of `jobs` processes its GPU, or its share of the threads."""
+    """Return the environment variables that give one of `jobs` processes its GPU, or its share of the threads."""
     if choose_device(runtime.device).type == "cuda":
         import torch
 
@@ -163,7 +164,7 @@ def share_machine(slot: int, jobs: int, runtime: Runtime) -> dict[str, str]:
 
 
 def device_label(device: Any, threads: int | None = None) -> str:
-    """The name of a device in results: `cuda: NVIDIA L40S` or `cpu: AMD EPYC family 25 model 17, 2 threads`."""
+    """Return a device's name in results: `cuda: NVIDIA L40S`, or `cpu: AMD EPYC family 25 model 17, 2 threads`."""
     import torch
 
     if torch.device(device).type == "cuda":
@@ -173,7 +174,7 @@ def device_label(device: Any, threads: int | None = None) -> str:
 
 
 def device_slug(device: Any) -> str:
-    """The folder name of a device under results/replications: `nvidia_l40s`, `cpu_amd_epyc_family_25_model_17`."""
+    """Return a device's name in paths of results: `nvidia_l40s`, `cpu_amd_epyc_family_25_model_17`."""
     import torch
 
     name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else f"cpu {cpu_name()}"
@@ -181,9 +182,9 @@ def device_slug(device: Any) -> str:
 
 
 def cpu_name(cpuinfo: Mapping[str, str] | None = None) -> str:
-    """The name of the processor's model: `AMD EPYC family 25 model 17`, without importing torch.
+    """Return the name of the processor's model, e.g. `AMD EPYC family 25 model 17`, without importing torch.
 
-    A virtual machine may give processors of several generations one name, which family and model tell apart.
+    Virtual machines may report one name for processors of several generations; family and model distinguish them.
 
     Args:
         cpuinfo: the fields of /proc/cpuinfo; None reads those of this machine.
@@ -196,19 +197,18 @@ def cpu_name(cpuinfo: Mapping[str, str] | None = None) -> str:
 
 
 def _read_cpuinfo() -> dict[str, str]:
-    """The fields of the first processor in /proc/cpuinfo; empty where there is no such file."""
-    file = Path("/proc/cpuinfo")  # on Linux
+    """Read the fields of the first processor in /proc/cpuinfo; empty if there is no such file, as outside of Linux."""
+    file = Path("/proc/cpuinfo")
     text = file.read_text(encoding="utf-8") if file.exists() else ""
     pairs = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def describe_cpu(cpuinfo: Mapping[str, str]) -> dict[str, Any]:
-    """{family_model_stepping, flags} of a processor by its fields of /proc/cpuinfo; unknown values are None, with
-    <name>_reason.
+    """Return {family_model_stepping, flags} of a processor from its fields of /proc/cpuinfo.
 
-    The flags are those of vector instructions, which decide rounding and speed, in alphabetical order.
-    Processors of one name may differ in both.
+    The flags are those of vector instructions, which affect rounding and speed, in alphabetical order. Processors with
+    one name may differ in them. Unknown values are None, with `<name>_reason`.
     """
     numbers = [cpuinfo.get(field) for field in ("cpu family", "model", "stepping")]
     flags = cpuinfo.get("flags", cpuinfo.get("Features"))  # x86, ARM
@@ -218,18 +218,19 @@ def describe_cpu(cpuinfo: Mapping[str, str]) -> dict[str, Any]:
 
 
 def gpu_names() -> list[str]:
-    """The names of NVIDIA GPUs by the driver's own tool, without importing torch; empty where there is none."""
+    """Return name and driver of each NVIDIA GPU by nvidia-smi, without importing torch; empty without a GPU."""
     said = ask(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]) or ""
     return [line.strip() for line in said.splitlines() if line.strip()]
 
 
 def describe_machine() -> dict[str, Any]:
-    """The hardware of benchmarks: {cpu, family_model_stepping, flags, cores, usable_cores, gpus, memory_gib}; no torch
-    is imported.
+    """Return the hardware that benchmarks depend on, without importing torch.
 
-    For the processor, see `describe_cpu`. `usable_cores` counts the CPUs that this process may run on. `gpus` has name
-    and driver of each NVIDIA GPU. Memory is in whole GiB, so that a kernel update which reserves a little more changes
-    nothing; None comes with memory_gib_reason.
+    Returns:
+        {cpu, family_model_stepping, flags, cores, usable_cores, gpus, memory_gib}. For the processor see
+        `describe_cpu`. `usable_cores` counts the CPUs that this process may run on, `gpus` is from `gpu_names`. Memory
+        is in whole GiB, so that a kernel that reserves a little more changes nothing; None comes with
+        `memory_gib_reason`.
     """
     found = {
         "cpu": cpu_name(),
@@ -245,16 +246,16 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_place(device: str) -> dict[str, Any]:
-    """The hardware and settings that determine this process's numbers on a device, besides versions.
+    """Return the hardware and settings that, besides versions, determine this process's numbers on a device.
 
     Args:
         device: the record's device, see `device_label`.
 
     Returns:
-        {cpu, family_model_stepping, flags, vector, blas, threads}, see `describe_cpu`; `vector` names the instructions
-        that PyTorch uses, `blas` its library of matrix products. For a GPU also `gpus`, see `describe_machine`, and
-        `cuda`, the version that PyTorch was built with. Unknown values are None, with <name>_reason: torch is asked
-        only where the process has imported it.
+        {cpu, family_model_stepping, flags, vector, blas, threads}, see `describe_cpu`. `vector` names the instructions
+        that PyTorch uses, `blas` its library of matrix products. A GPU adds `gpus`, see `describe_machine`, and `cuda`,
+        the version that PyTorch was built with. Unknown values are None, with `<name>_reason`; those of torch are
+        unknown if this process has not imported it.
     """
     found = {"cpu": cpu_name(), **describe_cpu(_read_cpuinfo())}
     torch = sys.modules.get("torch")
@@ -274,9 +275,7 @@ def describe_place(device: str) -> dict[str, Any]:
 
 
 def parse_blas(built_with: str) -> str | None:
-    """The library of matrix products in the text of `torch.__config__.show()`, e.g. `Intel oneAPI MKL 2024.2`; None
-    without a known one.
-    """
+    """Find the BLAS library in the text of `torch.__config__.show()`, e.g. `Intel oneAPI MKL 2024.2`; else None."""
     if mkl := re.search(r"(oneAPI )?Math Kernel Library Version ([\d.]+)", built_with):
         return f"Intel {mkl[1] or ''}MKL {mkl[2]}"
     named = re.search(r"BLAS_INFO=(\w+)", built_with)
@@ -284,8 +283,9 @@ def parse_blas(built_with: str) -> str | None:
 
 
 def seed_everything(seed: int, *, deterministic: bool = True) -> None:
-    """Seed Python, NumPy and PyTorch; with `deterministic`, ask PyTorch for repeatable algorithms (warns where it has
-    none).
+    """Seed Python, NumPy and PyTorch; with `deterministic`, ask PyTorch for deterministic algorithms.
+
+    PyTorch warns about an operator that has none.
     """
     import numpy as np
     import torch
@@ -296,6 +296,6 @@ def seed_everything(seed: int, *, deterministic: bool = True) -> None:
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
-        # a debugging aid that the switch above brings along: every empty tensor would be filled first
+        # the switch above turns on this debugging aid, which would fill every empty tensor first and cost time
         torch.utils.deterministic.fill_uninitialized_memory = False
         torch.backends.cudnn.benchmark = False

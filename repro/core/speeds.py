@@ -1,38 +1,38 @@
-"""Rows of speed combined: the processes of one measurement, host time against device time, and ratios of two rows."""
+"""Combination of rows of speed: several processes of one measurement, host and device time, ratios of two rows."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 Row = Mapping[str, Any]
-# rows that share these differ in their image and batch size alone
+# rows that agree in these fields differ only in image and batch size
 _ALIKE = ("model", "options", "attention", "dtype", "mode", "compile", "device", "backend")
-MORE_WORK = 8.0  # least factor in work, pixels times batch, between two rows that are compared for `mark_host`
-AS_LONG = 1.25  # largest factor in time at which both count as the host's
-# quantity of a row -> its least and largest value over the processes, in a row of `pool_runs`
+MORE_WORK = 8.0  # `mark_host` compares two rows whose work, pixels times batch, differs at least by this factor
+AS_LONG = 1.25  # if their times differ at most by this factor, both are the host's
+# quantity of a row -> field of its range over the processes, in a row of `pool_runs`
 RANGES = {"latency_ms": "latency_range_ms", "peak_memory_mib": "peak_memory_range_mib"}
 HOST = "the host's time"
 UNKNOWN = "host's share not known"
 COMMAND = "repro efficiency --graphs"  # measures the GPU's time
-# the share of a copy's bandwidth that a family's operator must reach before a ratio against the family is given
+# a family whose operator reaches less than this share of a copy's bandwidth is not compared
 REQUIRED_SHARE_PERCENT = {"cpu": 20, "cuda": 30}
 ONE_PROCESS = "one process, no interval"
 
 
 class Ratio(NamedTuple):
-    """The speedup of one row over another: by their medians, and by the ends of both ranges where they have them."""
+    """The speed-up of one row over another by their medians, and its bounds by their ranges over several processes."""
 
     times: float
     ends: tuple[float, float] | None
 
 
 def pool_runs(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """One row for all processes of a measurement, by the same code and the same PyTorch.
+    """Pool the rows of all processes of a measurement with the same code and the same PyTorch.
 
-    Its latency and its peak are the medians over the processes, `processes` is their number, and `RANGES` has the least
-    and the largest of each; a range is None where there is one process, whose steps say nothing of what another process
-    takes. Where rows of several commits measure the same, those of the commit with the most processes count,
-    among equals the last ones measured.
+    Latency and peak of a pooled row are the medians over its processes, `processes` is their number, and the fields of
+    `RANGES` have the least and the largest value. A range is None for one process, because the spread of its steps does
+    not show that between processes. If several commits measured the same, the one with the most processes counts, and
+    among equals the latest.
     """
     groups: dict[tuple, dict[tuple, list[Row]]] = {}
     for row in rows:
@@ -65,20 +65,20 @@ def _pool(runs: Sequence[Row]) -> dict[str, Any]:
 
 
 def mark_host(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """The same rows, each with `host`: empty for a time of the device itself, else `HOST` or `UNKNOWN`.
+    """Add `host` to each row: empty if its time is the device's, else `HOST` or `UNKNOWN`.
 
-    On a GPU a step may take as long as its host needs to launch the kernels, however small that is. The time of a row
-    is the host's where a row of the same model and conditions has `MORE_WORK` or as much less, and neither takes over
-    `AS_LONG` times as long as the other. Of another row on a GPU the host's share is not known, but for one through CUDA
-    graphs, whose launches cost nothing.
+    A small step on a GPU takes as long as the host needs to launch its kernels. A row's time is the host's if another
+    row of the same model and conditions differs in work by `MORE_WORK` or more, and in time by `AS_LONG` or less. For
+    other rows on a GPU the host's share is unknown, except with CUDA graphs, whose launches cost nothing.
     """
     listed = list(rows)
     return [{**row, "host": _find_host(row, listed)} for row in listed]
 
 
 def bound_ratio(ours: Row, theirs: Row, key: str = "latency_ms") -> Ratio | None:
-    """The speedup of one row of `mark_host` over another, or the saving by another key of `RANGES`; None where one has
-    no such number, or the host's time.
+    """Return the speed-up of one row of `mark_host` over another, or the saving in another key of `RANGES`.
+
+    The result is None if a row lacks the number, or if a latency is the host's.
     """
     if not (ours[key] and theirs[key]) or (key == "latency_ms" and HOST in (ours["host"], theirs["host"])):
         return None
@@ -90,7 +90,7 @@ def bound_ratio(ours: Row, theirs: Row, key: str = "latency_ms") -> Ratio | None
 
 
 def find_slow_operator(row: Row) -> str | None:
-    """The reason to give no ratio, or None: our operator is slower than it could be, which makes its family slow."""
+    """Return the reason to give no ratio if our operator is so slow that it makes its family slow; else None."""
     share, required = row.get("op_share_of_copy_percent"), REQUIRED_SHARE_PERCENT[row["device"].partition(":")[0]]
     if share is None or share >= required:
         return None
@@ -98,7 +98,7 @@ def find_slow_operator(row: Row) -> str | None:
 
 
 def describe_time(row: Row) -> str:
-    """The suffix of a marked row's time in a table: ` (host)`, ` (host?)`, or nothing."""
+    """Return the suffix of a marked row's time in a table: ` (host)`, ` (host?)`, or empty."""
     return {HOST: " (host)", UNKNOWN: " (host?)"}.get(row.get("host", ""), "")
 
 

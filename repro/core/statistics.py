@@ -1,6 +1,4 @@
-"""Numbers over seeds: mean, sample standard deviation, and the 95 % interval of the mean; and that of a share of
-images.
-"""
+"""Statistics over seeds (mean, sample standard deviation, 95 % interval), and the interval of a share of images."""
 
 import math
 import statistics
@@ -17,8 +15,9 @@ class Sample(NamedTuple):
 
 
 def describe_sample(values: Sequence[float], *, is_share: bool = False) -> Sample:
-    """Mean, sample standard deviation (n - 1) and 95 % interval of some values, at least one; of shares in percent, see
-    `clip_share`.
+    """Compute mean, sample standard deviation (n - 1) and 95 % interval of one or more values.
+
+    With `is_share`, the values are shares in percent, and the interval is clipped by `clip_share`.
     """
     mean = statistics.fmean(values)
     if len(values) == 1:
@@ -32,7 +31,7 @@ def describe_sample(values: Sequence[float], *, is_share: bool = False) -> Sampl
 
 
 def measure_rise(curve: Mapping[int, float]) -> float | None:
-    """The best score of a curve's last quarter minus the best before; None where either part is empty.
+    """Return the best score of a curve's last quarter minus the best before; None if either part is empty.
 
     Args:
         curve: epoch -> score.
@@ -44,13 +43,13 @@ def measure_rise(curve: Mapping[int, float]) -> float | None:
 
 
 def clip_share(interval: Sequence[float]) -> tuple[float, float]:
-    """The interval of a share in percent, which ends at 0 and at 100."""
+    """Clip the interval of a share in percent to [0, 100]."""
     low, high = interval
     return max(low, 0.0), min(high, 100.0)
 
 
 def share_interval(percent: float, trials: int) -> tuple[float, float]:
-    """Wilson's 95 % interval, in percent, of a share that was seen in `trials` independent trials."""
+    """Return Wilson's 95 % interval, in percent, of a share observed in `trials` independent trials."""
     z, p = statistics.NormalDist().inv_cdf((1 + 0.95) / 2), percent / 100
     middle, half = p + z**2 / (2 * trials), z * math.sqrt(p * (1 - p) / trials + (z / (2 * trials)) ** 2)
     return clip_share([100 * end / (1 + z**2 / trials) for end in (middle - half, middle + half)])

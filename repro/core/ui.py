@@ -1,4 +1,4 @@
-"""Output of commands for people: one progress display, one table. Rich on a terminal, plain text elsewhere."""
+"""Output of commands: progress, tables and errors; rich on a terminal, plain text elsewhere."""
 
 import codecs
 import contextlib
@@ -14,30 +14,31 @@ from typing import Any, Self
 
 from .errors import RunError
 
-QUIET_S = 2.0  # shorter work shows nothing
+QUIET_S = 2.0  # shorter work shows no progress
 LINE_EVERY_S = 10.0
-MOST_CHARACTERS = 300  # of an error
+MOST_CHARACTERS = 300  # the longest line of an error
 _PLAIN = str.maketrans(
     {"–": "-", "—": "-", "−": "-", "×": "x", "·": "*", "≤": "<=", "≥": ">=", "±": "+-", "█": "#", "≈": "~"}
 )
-# these move the cursor or reverse the direction of text, or are no characters
+# control characters, marks that reverse the direction of text, and surrogates, which are no characters
 _UNSHOWN = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def escape_line(text: object) -> str:
-    """A text on one line as a terminal can print it: control characters and bytes that are not UTF-8 are escaped."""
+    """Escape control characters and bytes that are not UTF-8, so that a terminal prints the text on one line."""
 
     def escape(match: re.Match) -> str:
         code = ord(match[0])
-        is_byte = 0xDC80 <= code <= 0xDCFF  # how Python reads one that is not UTF-8 in the name of a file
+        is_byte = 0xDC80 <= code <= 0xDCFF  # Python's surrogateescape for a byte of a file name that is not UTF-8
         return f"\\x{code - 0xDC00:02x}" if is_byte else match[0].encode("unicode_escape").decode()
 
     return _UNSHOWN.sub(escape, str(text))
 
 
 def print_error(error: Exception | str) -> None:
-    """Print an error on stderr, if it is there, as one line; in a long one, paths begin in the working directory and
-    the middle is left out.
+    """Print an error as one line on stderr, if that is open.
+
+    In a long line, paths become relative to the working directory, and then the middle is cut out.
     """
     line = escape_line(re.sub(r"\s+", " ", f"repro: {error}", flags=re.ASCII))
     if len(line) > MOST_CHARACTERS:
@@ -49,7 +50,10 @@ def print_error(error: Exception | str) -> None:
 
 
 class _Stdout(io.FileIO):
-    """Standard output; its first write error names it as the file, and drops the rest, so no second one follows."""
+    """Standard output whose first failed write raises an error with the file name `stdout`; later output is dropped.
+
+    Without this, flushing at exit would raise a second error.
+    """
 
     def write(self, content: Any) -> int | None:
         try:
@@ -61,13 +65,15 @@ class _Stdout(io.FileIO):
 
 
 def allow_every_terminal() -> None:
-    """Let stdout and stderr take any text: a character that their encoding lacks becomes a plain one like it, or a
-    question mark. A closed stderr takes it, too, and a stdout that cannot be written is an OSError of that name.
+    """Make stdout and stderr accept any text, whatever their encoding.
+
+    A character that the encoding lacks becomes a similar plain one, or a question mark. Output to a closed stderr is
+    dropped. A write error of stdout is an OSError with the file name `stdout`.
 
     Raises:
         RunError: stdout is closed.
     """
-    # else a file that is opened would have the number of a closed stream, and get what libraries print
+    # occupy file descriptors 0 to 2: a file opened later would get a closed stream's number, and libraries' output
     while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(handle)
@@ -75,7 +81,7 @@ def allow_every_terminal() -> None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")
     if sys.stdout is None:
         raise RunError("stdout is closed; write it to a file, or to /dev/null")
-    if sys.stdout is sys.__stdout__:  # and not that of a test
+    if sys.stdout is sys.__stdout__:  # not if a test has replaced it
         raw, kept = _Stdout(sys.stdout.fileno(), "wb", closefd=False), ("encoding", "line_buffering", "write_through")
         buffer = raw if sys.stdout.write_through else io.BufferedWriter(raw)
         sys.stdout = io.TextIOWrapper(buffer, **{name: getattr(sys.stdout, name) for name in kept})
@@ -92,14 +98,16 @@ def allow_every_terminal() -> None:
 
 @dataclasses.dataclass
 class Progress:
-    """A bar on a terminal, a line now and then in a log; a context manager.
+    """A context manager that shows progress: a bar on a terminal, a line from time to time in a log.
 
     Args:
-        label, total, done: a name for the work, its units, and how many of these were finished before.
-        unit: what is counted, e.g. `images`, for the lines of a log.
-        log: takes the lines of a log.
+        label: a name for the work.
+        total: the number of its units.
+        done: the number of units that were finished before.
+        unit: the name of a unit in a log, e.g. `images`.
+        log: writes a line of a log.
         every_s: seconds between two lines of a log; 0 writes one at every update.
-        shown: False shows nothing, as on all ranks but the first.
+        shown: whether to show anything; False on all ranks but the first.
     """
 
     label: str
@@ -123,7 +131,7 @@ class Progress:
 
     @property
     def rate(self) -> float:
-        """Units per second until the last update."""
+        """Return the units per second up to the last update."""
         return (self.done - self._first) / max(self._now - self._started, 1e-9)
 
     def update(self, done: int, text: str = "") -> None:
@@ -143,7 +151,7 @@ class Progress:
             self.log(f"{self.label}: {done:,} of {self.total:,}{unit}{speed}{left}" + (f", {text}" if text else ""))
 
     def print(self, line: str) -> None:
-        """Print a line that stays, above the bar where there is one."""
+        """Print a permanent line, above the bar if there is one."""
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False)
         elif self.shown:
@@ -169,7 +177,7 @@ class Progress:
 
 
 def track(items: Sequence[Any] | Iterable[Any], label: str, total: int | None = None, unit: str = "") -> Iterator[Any]:
-    """The items, with their progress shown; `total` where they have no length."""
+    """Yield the items and show the progress; `total` is needed if they have no length."""
     with Progress(label, len(items) if total is None else total, unit=unit) as progress:
         for number, item in enumerate(items, 1):
             yield item
@@ -177,11 +185,10 @@ def track(items: Sequence[Any] | Iterable[Any], label: str, total: int | None = 
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print `rows`, one string per column of `header`; in a pipe or a log as aligned plain text, in which nothing is
-    cut or wrapped.
+    """Print `rows`, one string per column of `header`; in a pipe or a log as aligned text that is never cut or wrapped.
 
-    The first column, a name or a command to copy, is never broken: on a terminal that is too narrow for it and a word
-    of each other column, a row is one plain text.
+    The first column, a name or a command to copy, is never broken. On a terminal too narrow for it and one word of each
+    other column, each row is printed as plain text.
     """
     rows = [[escape_line(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
@@ -194,10 +201,10 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         table, console = Table(), Console()
         for place, name in enumerate(header):
             whole = None if place else max(cell_len(row[0]) for row in (header, *rows))
-            # and never an ellipsis
+            # "fold" wraps long cells; the default would cut them with an ellipsis
             table.add_column(Text(name), overflow="fold", no_wrap=place == 0, min_width=whole)
         for row in rows:
-            table.add_row(*map(Text, row))  # else [design=dual] would be taken for markup
+            table.add_row(*map(Text, row))  # as plain Text, since rich would read [design=dual] as markup
         if console.measure(table, options=console.options.update(max_width=sys.maxsize)).minimum <= console.width:
             console.print(table)
             return

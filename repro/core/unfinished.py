@@ -1,4 +1,4 @@
-"""Measurements that take several calls: their start and their rows so far."""
+"""The state of measurements that take several calls."""
 
 import contextlib
 import datetime
@@ -10,18 +10,18 @@ from .record import read_json, write_json
 
 
 def read_clock() -> str:
-    """The time in UTC as ISO 8601: `2026-11-29T18:17:00.000000+00:00`. Texts of it sort as their times do."""
+    """Return the time in UTC as ISO 8601, `2026-11-29T18:17:00.000000+00:00`; these texts sort by time."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds")
 
 
 class Unfinished:
     """The state of an interrupted measurement in `.runs/measuring/<name>.json`, until `finish`.
 
-    So a call after an interruption goes on, and one after a complete measurement measures anew.
+    A call after an interruption finds it and continues; a call after a complete measurement starts anew.
 
     Attributes:
-        began: when the measurement began, see `read_clock`; earlier rows do not count.
-        kept: its state besides the rows that it wrote, as JSON.
+        began: the start of the measurement, see `read_clock`; earlier rows do not count.
+        kept: further state, besides the rows that were written, as JSON values.
     """
 
     def __init__(self, paths: Paths, name: str):
@@ -33,9 +33,9 @@ class Unfinished:
             self.began, self.kept = str(found["began"]), dict(found["kept"])
 
     def save(self) -> None:
-        """Write what there is."""
+        """Write `began` and `kept`."""
         write_json(self._file, {"began": self.began, "kept": self.kept})
 
     def finish(self) -> None:
-        """Forget it: the measurement is complete."""
+        """Remove the state, because the measurement is complete."""
         self._file.unlink(missing_ok=True)

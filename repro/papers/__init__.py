@@ -1,6 +1,6 @@
-"""One room for each paper: a folder here, whose module `paper` declares `PAPER`, a `repro.report.paper.Paper`.
+"""One package ("room") for each paper, whose module `paper` declares `PAPER`, a `repro.report.paper.Paper`.
 
-A room's `paper` imports the report, and its `recipe` does not: trainings print recipes.
+The module `paper` imports the report. The module `recipe` must not, because every training prints a recipe.
 """
 
 import importlib
@@ -15,20 +15,20 @@ from .recipe import LINEARIZE, describe
 
 
 def find_rooms() -> list[str]:
-    """The names of the rooms."""
+    """Return the names of the packages of papers, in alphabetical order."""
     return [room.name for room in pkgutil.iter_modules(__path__) if room.ispkg]
 
 
 def load_papers() -> dict[str, Any]:
-    """Id -> `Paper`; the primary paper first, then by name."""
+    """Return id -> `Paper`, the primary paper first, then by id."""
     papers = [importlib.import_module(f"{__name__}.{room}.paper").PAPER for room in find_rooms()]
     return {paper.id: paper for paper in sorted(papers, key=lambda paper: (not paper.primary, paper.id))}
 
 
 def describe_recipe(params: Any, facts: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """How a classifier is trained against the recipe of the paper of its family; see `repro.papers.recipe.describe`.
+    """Compare a classifier's training with the recipe of its family's paper; see `repro.papers.recipe.describe`.
 
-    A training calls it: it reads the declarations of the rooms and their recipes, and imports nothing of the report.
+    Every training calls this, so it reads only `paper.yaml` and the modules `recipe` and does not import the report.
     """
     family = params.model.split("_")[0]
     declared = {room: load_yaml(_find_folder(room) / "paper.yaml") for room in find_rooms()}
@@ -38,7 +38,7 @@ def describe_recipe(params: Any, facts: Mapping[str, Any]) -> tuple[dict[str, An
     ]
     rooms += [room for room, about in declared.items() if about.get("primary")]
     recipes = [importlib.import_module(f"{__name__}.{room}.recipe").PRINTED for room in rooms]
-    # the recipe of a linearisation says nothing of a training from the beginning
+    # a linearisation must be compared with a recipe of linearisations, if its paper has one
     asked = {name for name in LINEARIZE if hasattr(params, name)}
     fitting = (printed for printed in recipes if asked >= {*LINEARIZE} & printed.find_values(params.model).keys())
     return describe(params, facts, next(fitting))
@@ -49,5 +49,5 @@ def _find_folder(room: str) -> Path:
 
 
 def load_primary() -> Any:
-    """The `Paper` that results/tables.md is about."""
+    """Return the `Paper` that results/tables.md is about."""
     return next(iter(load_papers().values()))

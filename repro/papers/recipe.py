@@ -1,4 +1,4 @@
-"""What a training comes to, where it departs from a paper's recipe, and the lines that say so."""
+"""The resolved settings of a training, its departures from a paper's recipe, and the lines that print both."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ EXEMPT = "1-D parameters, biases, and what the model's no_weight_decay() names"
 _RATES = ("optim.lr", "optim.warmup_lr", "optim.min_lr")
 LINEARIZE = ("freeze", "new_lr_factor", "decay_all")  # settings of a linearisation alone
 PAPER_HAS = "the paper has {}"  # a source, see `Printed`
-# choices of this project -> the values with which one is made
+# choice of this project -> the settings (key -> value) that make it
 NO_REPEATS = "no repeated augmentation: DeiT uses it, but Swin's code, on which the paper builds, does not"
 BF16 = "bf16 autocast: Swin's default is fp16 autocast"
 OWN_CHOICES: dict[str, dict[str, Any]] = {NO_REPEATS: {}, BF16: {"precision": "bf16"}}
@@ -23,13 +23,13 @@ OWN_CHOICES: dict[str, dict[str, Any]] = {NO_REPEATS: {}, BF16: {"precision": "b
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Printed:
-    """The recipe of a paper, on ImageNet-1K. A room declares its own as `PRINTED` in its module `recipe`.
+    """The recipe of a paper for ImageNet-1K. Each paper's package declares its own as `PRINTED` in its module `recipe`.
 
     Args:
-        models: registered name -> where its values differ, as in `said`.
-        said: source -> key path, e.g. `optim.lr` -> value; a source is a clause with a place for the value. Options
-            that are named are the models' defaults; then any other departs.
-        choices: of this project, that are no departures -> the values with which one is made.
+        models: registered name -> the values in which this model differs, in the form of `said`.
+        said: source -> {key path, e.g. `optim.lr`: value}. A source is a clause with a placeholder for the value. If
+            the recipe names options (`options.*`), every option that it does not name is a departure.
+        choices: choice of this project that does not count as a departure -> the settings (key -> value) that make it.
     """
 
     models: Mapping[str, Mapping[str, Mapping[str, Any]]]
@@ -37,13 +37,13 @@ class Printed:
     choices: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=lambda: OWN_CHOICES)
 
     def find_values(self, model: str) -> dict[str, tuple[Any, str]]:
-        """Key path -> the value of a model, and its source."""
+        """Return key path -> (value, source) of a model."""
         parts = [*self.said.items(), *self.models.get(model, {}).items()]
         return {key: (value, source) for source, values in parts for key, value in values.items()}
 
 
 def describe(params: Any, facts: Mapping[str, Any], printed: Printed) -> tuple[dict[str, Any], list[str]]:
-    """How a classifier is trained: the recipe for the record, and lines for people; `facts` are for `resolve`."""
+    """Return the recipe of a training for its record, and the lines that print it; `facts` are passed to `resolve`."""
     asked = list_values(params)
     resolved = resolve(asked, printed.choices, **facts)
     departs = find_departures(asked, resolved, printed)
@@ -62,15 +62,18 @@ def resolve(
     backend: str,
     train_images: int,
 ) -> dict[str, Any]:
-    """What will be trained, with nothing left to compute; plain data for JSON.
+    """Compute every setting of a training that follows from its params, such as steps and scaled learning rates.
+
+    The result is plain data for JSON.
 
     Args:
         params: a cell of `pretrain:` or `linearize:` as nested dicts (`list_values`); `ema_decay` may be absent.
         choices: see `Printed`.
-        world_size, micro_batch, accumulate: ranks, images of one forward pass on a rank, passes per step.
-        device, dtype, backend: where it runs; `fp32`, or the type of autocast; the implementation of the model's
-            operators.
-        train_images: of the data set.
+        world_size, micro_batch, accumulate: ranks, images of one forward pass on a rank, forward passes per step.
+        device: the device of the training.
+        dtype: `fp32`, or the dtype of autocast.
+        backend: the implementation of the model's operators.
+        train_images: number of training images of the data set.
 
     Raises:
         ValueError: the three factors do not make up `batch_size`.
@@ -80,7 +83,7 @@ def resolve(
         raise ValueError(
             f"batch_size: {batch}, but {world_size} ranks x {micro_batch} images x {accumulate} passes make {images}"
         )
-    # images that fill no batch are left out, other ones in each epoch
+    # the last incomplete batch of an epoch is dropped; shuffling drops other images in each epoch
     per_epoch = params.get("steps_per_epoch") or train_images // batch
     total, warmup = params["epochs"] * per_epoch, min(optim["warmup_epochs"], params["epochs"]) * per_epoch
     peak, first, final = (optim[name] * batch / optim["lr_batch_size"] for name in ("lr", "warmup_lr", "min_lr"))
@@ -88,7 +91,7 @@ def resolve(
     padded = params["transform"].get("crop_padding") is not None
     inactive = {  # key path -> whether it has no effect, and why
         **{f"transform.{name}": (padded, "crop_padding takes its place") for name in ("scale", "ratio")},
-        # timm's test
+        # the condition is that of timm's transforms_imagenet_train
         "transform.color_jitter": (augment and "3a" not in augment, "timm leaves it out while RandAugment is on"),
         "mix.prob": (not (mix["mixup"] or mix["cutmix"]), "neither mixup nor cutmix is on"),
         "mix.switch_prob": (not (mix["mixup"] and mix["cutmix"]), "mixup and cutmix are not both on"),
@@ -121,16 +124,17 @@ def resolve(
 
 
 def find_departures(params: Mapping, resolved: Mapping, printed: Printed) -> list[str]:
-    """One line for each value that is not the paper's, and for another model or data set; of what `resolve` made.
+    """Return a line for each value that is not the paper's, and for another model or data set.
 
-    GPUs and accumulation, which keep the batch, do not count, nor do keys without effect.
+    `resolved` is the result of `resolve`. The number of GPUs and gradient accumulation do not count, because they keep
+    the batch size. Keys without effect (`resolved["inactive"]`) do not count either.
     """
     flat = {}
     for key, value in params.items():
         flat |= {f"{key}.{name}": item for name, item in value.items()} if isinstance(value, Mapping) else {key: value}
     wanted = printed.find_values(params["model"])
     options = {key: value for key, (value, _) in wanted.items() if key.startswith("options.")}
-    # further seeds repeat the recipe
+    # a training over several seeds follows the recipe if its first seed does
     ran = {"precision": resolved["precision"]["dtype"], "repeated augmentation": None, "seeds": [resolved["seed"]]}
     ours = {**options, "ema_decay": None, **flat, **ran, "init": flat.get("init.weights")}
     found = []
@@ -147,7 +151,7 @@ def find_departures(params: Mapping, resolved: Mapping, printed: Printed) -> lis
     compared, rates = dict(ours), [key for key in _RATES if key in wanted]
     stated, (batch, _) = ours["optim.lr_batch_size"], wanted.get("optim.lr_batch_size", (None, ""))
     if not all(_same(ours[key], wanted[key][0]) for key in rates):
-        # rates mean something together with their batch only: 5e-4 at 512 is 1e-3 at 1024
+        # rates can be compared at one batch size only: 5e-4 at 512 is 1e-3 at 1024 (linear scaling)
         compared |= {key: ours[key] * batch / stated for key in rates} | {"optim.lr_batch_size": batch}
     skipped = {*resolved["inactive"], *(key for choice in resolved["choices"] for key in printed.choices[choice])}
     for key, (value, source) in wanted.items():
@@ -165,12 +169,12 @@ def _same(ours: Any, wanted: Any, rel_tol: float = 1e-9) -> bool:
     # the parts of a RandAugment string have no order, and two operations are timm's default
     if isinstance(wanted, str):
         return isinstance(ours, str) and sorted(set(ours.split("-")) - {"n2"}) == sorted(wanted.split("-"))
-    # True is a number to Python, but not here
+    # isinstance would accept True as an int
     return type(ours) in (int, float) and math.isclose(ours, wanted, rel_tol=rel_tol)
 
 
 def lines(resolved: Mapping, departures: list[str]) -> list[str]:
-    """The recipe in aligned plain lines, then every departure, or a line that says that there is none."""
+    """Return the recipe as aligned lines of text, then a line for each departure, or one line if there is none."""
 
     def listed(section: str, *names: str) -> str:
         return ", ".join(f"{name} {format_value(resolved[section][name])}" for name in names or resolved[section])
@@ -204,7 +208,7 @@ def lines(resolved: Mapping, departures: list[str]) -> list[str]:
 
 
 def format_value(value: Any) -> str:
-    """A value of a recipe in a line for people."""
+    """Format a value of a recipe for a printed line."""
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(format_value, value))}]"
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""Training cells: here or under torchrun, with each of their seeds, and their records."""
+"""Training of cells with each of their seeds, in this process or under torchrun, and their records."""
 
 import contextlib
 import dataclasses
@@ -45,8 +45,8 @@ from .job import (
     verify_init,
 )
 
-_FOLDERS = ("snapshots", "examples")  # of the first seed's files
-# fields of a transform with the size of an input
+_FOLDERS = ("snapshots", "examples")  # folders that a cell has from its first seed
+# fields of a transform that hold the size of an input
 _SIZES = ("shape", "image_size", "min_size", "max_size", "crop_size")
 # parameters that change what a GPU keeps besides the weights
 _KEEPS = ("ema_decay", "mesa", "freeze", "freeze_backbone")
@@ -63,15 +63,18 @@ def read_cells(
     epochs: int | None = None,
     seeds: int | None = None,
 ) -> list[Cell]:
-    """One cell of a section of params.yaml, or all of them.
+    """Read one cell of a section of params.yaml, or all of them.
 
     Args:
         stage: the section.
         spec: the task of its cells.
         cell: the name of one cell; None reads all of the section.
         recipe: see `Cell`.
-        init, random, epochs, seeds: start from the weights in this file, or from random ones; train this many epochs, or
-            seeds 0, 1, ... of this many, instead. The results are under results/replications then.
+        init: a file of weights to start from, in place of the cell's.
+        random: whether to start from random weights instead.
+        epochs: the number of epochs, in place of the cell's.
+        seeds: train the seeds 0, 1, ... of this number, in place of the cell's. With any of these four changes, the
+            results go to results/replications.
 
     Raises:
         UserError: no such cell, wrong parameters, or no such file.
@@ -110,18 +113,18 @@ def read_cells(
 def train_cells(cells: Sequence[Cell], gpus: int | None = None) -> None:
     """Train cells with each of their seeds, and write their results.
 
-    A cell's folder gets weights.safetensors, snapshots/, load_report.txt and, where the task has them, examples/ of the
-    first seed, and curve.csv of every seed. The record has the curves too, with the recipe and the means over the seeds.
-    What a seed leaves stays in .runs until all are done, so that a stopped call loses nothing. Seeds that a record
-    outside the graph already has, by the same parameters, data and code, are not trained again.
+    A cell's folder gets weights.safetensors, snapshots/, load_report.txt and, for some tasks, examples/ of the first
+    seed, and curve.csv of all seeds. The record also has the curves, the recipe, and the means over the seeds. The
+    results of a seed stay in .runs until all seeds are done, so that a stopped call loses nothing. Seeds in a record
+    outside the graph with the same parameters, data and code are not trained again.
 
     Args:
-        cells: of one stage.
-        gpus: processes on this machine, in which torchrun runs this process's own command; None trains in this one.
+        cells: cells to train.
+        gpus: number of processes on this machine, in which torchrun runs the command of this process again; None trains
+            in this process.
 
     Raises:
-        UserError: see `build_job`; with `gpus`, before any process is started. Or a record of another run lies in a
-            folder.
+        UserError: as `build_job`, with `gpus` before any process starts; or a folder holds the record of another run.
     """
     if gpus is not None and "WORLD_SIZE" not in os.environ:
         for cell in cells:
@@ -150,7 +153,7 @@ def train_cells(cells: Sequence[Cell], gpus: int | None = None) -> None:
 
 
 def check_before_launch(cell: Cell, processes: int) -> None:
-    """Raise UserError where this many processes cannot train a cell."""
+    """Raise a UserError if so many processes cannot train a cell."""
     from ..data.manifest import read_manifest
 
     split_batch(cell.params, cell.runtime, Ranks(world_size=processes), cell.where)
@@ -170,9 +173,10 @@ def record_cell(
     """Write the results of a cell whose seeds are all trained, and remove their states.
 
     Args:
-        job: one of those that gave the outcomes.
-        outcomes, finished: the result of each seed now, and the records of those that an earlier call trained.
-        started: when the call began, by `time.monotonic`.
+        job: any of the jobs that gave the outcomes.
+        outcomes: seed -> result of the present call.
+        finished: seed -> record from an earlier call.
+        started: the start of the call by `time.monotonic`.
     """
     cell = job.cell
     curve = _collect_files(cell, outcomes, finished)
@@ -187,7 +191,7 @@ def record_cell(
     identity["golden_hash"] = hash_golden(cell.paths, cell.params)
     recipe, _ = describe_job(job, cell.params.seeds[0])
     seconds = time.monotonic() - started
-    # DVC compares metrics.json of the graph's cells, which has the scores alone; any other record is one file
+    # DVC shows and compares metrics.json of the graph's cells, so it has the scores alone; other records are one file
     scores = cell.spec.scores if cell.is_of_graph else ()
     write_record(cell.record, metrics, identity | recipe, seconds, scores=scores, curve=curve)
     if job.task.device.type == "cuda":
@@ -200,9 +204,9 @@ def record_cell(
 
 
 def remove_states(cell: Cell, seeds: Iterable[int]) -> None:
-    """Remove from .runs what finished seeds left there."""
+    """Remove the folders of finished seeds from .runs."""
     for seed in seeds:
-        # the states first: a run that found one without its snapshots would end without them
+        # states first: if this is interrupted, a later run must not continue a state whose snapshots are gone
         for state in cell.state_folder(seed).glob("step_*.pt"):
             state.unlink()
         shutil.rmtree(cell.state_folder(seed), ignore_errors=True)
@@ -211,13 +215,11 @@ def remove_states(cell: Cell, seeds: Iterable[int]) -> None:
 def record_speed(
     cell: Cell, speeds: Sequence[Mapping[str, Any]], slug: str, identity: dict[str, Any], seconds: float
 ) -> None:
-    """Write the speed and the peak memory of a cell's training, with which `repro plan` counts, to
-    results/replications/<slug>/speed/<section>/<cell>.json.
+    """Write a cell's speed and peak memory to results/replications/<slug>/speed/<section>/<cell>.json for `repro plan`.
 
-    The record also says what they depend on: the model, the size of its input as `transform` states it, the images that
-    go through it at once, and the contents of a GPU besides the weights. The speed is that of the last seed with one,
-    whose kernels were tuned by then: a seed that an earlier call trained has none. It differs from run to run, so
-    it is not an output of the graph.
+    The record also has the settings that they depend on, see `describe_speed`. The speed is that of the last seed with
+    one, whose kernels are already tuned; a seed that an earlier call trained has none. Speed differs from run to run,
+    so the record is not an output of the graph.
     """
     speed = next((speed for speed in reversed(speeds) if speed["throughput_img_per_s"] is not None), speeds[0])
     of = describe_speed(cell.params, split_batch(cell.params, cell.runtime, cell.ranks, cell.where)[1])
@@ -226,7 +228,11 @@ def record_speed(
 
 
 def describe_speed(params: Any, micro_batch: int) -> dict[str, Any]:
-    """The settings that determine a training's speed and peak memory, besides its device."""
+    """Return the settings that, besides the device, determine a training's speed and peak memory.
+
+    These are the model, the size of its input, the images of a forward pass, and what the GPU keeps besides the
+    weights.
+    """
     sizes = {name: getattr(params.transform, name, None) for name in _SIZES}
     return {
         "model": params.model,
@@ -238,7 +244,7 @@ def describe_speed(params: Any, micro_batch: int) -> dict[str, Any]:
 
 
 def find_finished_seeds(cell: Cell) -> dict[int, dict[str, Any]]:
-    """Seed -> its record, for the seeds that an earlier call finished into the cell's folder.
+    """Return seed -> record of the seeds that an earlier call finished in the cell's folder.
 
     Raises:
         UserError: the folder holds a run of other parameters, data or code.
@@ -250,7 +256,7 @@ def find_finished_seeds(cell: Cell) -> dict[int, dict[str, Any]]:
     finished = {entry["seed"]: entry for entry in record["metrics"]["by_seed"]}
     params = dataclasses.replace(cell.params, seeds=tuple(finished))
     now = {"params_hash": params_hash(params), "data_manifest_hash": hash_file(cell.inputs[0])}
-    if set(cell.params.seeds) - set(finished):  # one record names one code
+    if set(cell.params.seeds) - set(finished):  # new seeds must run the code of the old ones: a record names one code
         now["golden_hash"] = hash_golden(cell.paths, cell.params)
     if different := find_difference(record["identity"], now):
         made_by = f"{record['metrics']['epochs']} epochs, seeds {', '.join(map(str, finished))}"
@@ -261,14 +267,14 @@ def find_finished_seeds(cell: Cell) -> dict[int, dict[str, Any]]:
 
 
 def _announce(job: Job, seed: int, *, first: bool) -> None:
-    """Announce the trainings; the recipe and the load report once."""
+    """Print which seed begins; before the first one, also the recipe and the report on loaded weights."""
     if len(seeds := job.cell.params.seeds) > 1:
         print(f"{job.cell.name}: seed {seed}, {seeds.index(seed) + 1} of {len(seeds)}", flush=True)
     if not first:
         return
     for line in describe_job(job, seed)[1]:
         print(line, flush=True)
-    # how many keys were used, and which parts are expected to be new or not needed
+    # by the fate of the weights, how many keys of each part of the model have it
     parts: dict[str, Counter] = {}
     for key, fate in job.load_report.items():
         parts.setdefault(fate, Counter())[key.split(".")[0]] += 1
@@ -277,7 +283,7 @@ def _announce(job: Job, seed: int, *, first: bool) -> None:
 
 
 def describe_job(job: Job, seed: int) -> tuple[dict[str, Any], list[str]]:
-    """The recipe for the record, and lines for people: the cell's recipe, else its parameters and where they run."""
+    """Return the recipe for the record and its printed lines; without a recipe, the parameters and the device."""
     world_size = job.cell.ranks.world_size
     params = job.params.with_seed(seed)
     facts = {
@@ -293,7 +299,7 @@ def describe_job(job: Job, seed: int) -> tuple[dict[str, Any], list[str]]:
 
 
 def find_place(job: Job) -> dict[str, str]:
-    """The device, the dtype and the kernels' backend of a training's steps."""
+    """Return the device, the dtype and the kernels' backend of a training's steps."""
     from ..models.registry import kernel_backend
 
     network = getattr(job.task.model, "backbone", job.task.model)
@@ -302,8 +308,9 @@ def find_place(job: Job) -> dict[str, str]:
 
 
 def _collect_files(cell: Cell, outcomes: Mapping[int, Outcome], finished: Mapping[int, Any]) -> list[str]:
-    """Put the first seed's files into the cell's folder, all or, where the disk is full, none; and write the curves of
-    all seeds, and return the lines of what a record keeps of them: the loss and the first scores.
+    """Copy the first seed's files into the cell's folder, write the curves of all seeds, and return the record's lines.
+
+    On a full disk, no file is copied. The record keeps the loss and the first scores of the curves.
     """
     rows, curves = [], cell.folder / "curve.csv"
     if finished:
@@ -327,18 +334,20 @@ def _collect_files(cell: Cell, outcomes: Mapping[int, Outcome], finished: Mappin
 
 
 def _round(value: float) -> float | str:
-    """Eight significant digits, which do not depend on the last bit; whole numbers stay whole, and `nan` is no missing
-    value.
+    """Round to eight significant digits, which hide differences of the last bit.
+
+    Integers stay integers. NaN becomes the text `nan`, because an empty cell would mean a missing value.
     """
     return value if isinstance(value, int) else float(f"{value:.8g}") if math.isfinite(value) else str(value)
 
 
 def summarise_cell(cell: Cell, by_seed: Mapping[int, dict[str, Any]], *, kind: str, classes: int) -> dict[str, Any]:
-    """The metrics of a cell: its description, and each score over its seeds.
+    """Return the metrics of a cell: its description, and each score over its seeds.
 
     Args:
         by_seed: seed -> its record.
-        kind, classes: the kind of the data set, and how many classes it has.
+        kind: the kind of the data set.
+        classes: its number of classes.
     """
     params, spec = cell.params, cell.spec
     records = [by_seed[seed] for seed in sorted(by_seed)]
@@ -359,15 +368,16 @@ def summarise_cell(cell: Cell, by_seed: Mapping[int, dict[str, Any]], *, kind: s
     }
     if params.init is None:
         metrics["init_reason"] = "random weights"
-    if "steps" in first:  # a file of `repro seeds` does not say it
+    if "steps" in first:  # files of `repro seeds` lack it
         metrics["steps"] = first["steps"]
     if "unreadable_images" in first:
         metrics["unreadable_images"] = max(record["unreadable_images"] for record in records)
     if (size := getattr(getattr(params, "transform", None), "image_size", None)) is not None:
         metrics["image_size"] = size
-    if (mesa := getattr(params, "mesa", None)) is not None:  # a record without it is of a training without it
+    # `mesa` and `freeze` are recorded only if used: older records lack the keys
+    if (mesa := getattr(params, "mesa", None)) is not None:
         metrics["mesa"] = dataclasses.asdict(mesa)
-    if getattr(params, "freeze", False):  # the same
+    if getattr(params, "freeze", False):
         metrics["freeze"] = True
     for name in first:
         scored = name in spec.scores or (name.endswith("_percent") and "_previous_" not in name)

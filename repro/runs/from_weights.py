@@ -1,4 +1,4 @@
-"""The cell of `repro linearize --from`, which no section of params.yaml names."""
+"""The cell of `repro linearize --from`, which has no section in params.yaml."""
 
 import dataclasses
 import os
@@ -33,7 +33,7 @@ def make_cell(
     seeds: int | None,
     recipe: Recipe,
 ) -> Cell:
-    """The cell that linearises one ViT, trained as the cell of `linearize:` on the same data, else as the first one.
+    """Make the cell that linearises a ViT, with the recipe of the cell of `linearize:` on this data, else of the first.
 
     Args:
         source: a file of weights, or a name of weights that timm publishes.
@@ -94,7 +94,11 @@ def make_cell(
 
 
 def find_recipe(paths: Paths, data: str | None) -> LinearizeParams:
-    """The cell of `linearize:` on this data, else the first one; a UserError for unknown data, or without such a cell."""
+    """Return the params of the cell of `linearize:` on this data, else of the first one.
+
+    Raises:
+        UserError: unknown data, or the section has no cell.
+    """
     if data is not None:
         require_data(paths, _STAGE, data)
     cells = [load_section(LinearizeParams, paths.params, _STAGE, cell) for cell in section_keys(paths.params, _STAGE)]
@@ -104,10 +108,11 @@ def find_recipe(paths: Paths, data: str | None) -> LinearizeParams:
 
 
 def find_weights(paths: Paths, source: str, model: str | None) -> tuple[Path, str | None]:
-    """The file of a ViT's weights and the `model` that was named for it; published weights are fetched once.
+    """Return the file of a ViT's weights, and the `model` that was named for it; fetch published weights once.
 
     Raises:
-        UserError: neither a file nor a name with published weights. RunError: they cannot be fetched.
+        UserError: neither a file nor a name with published weights.
+        RunError: the weights cannot be fetched.
     """
     from timm.models import is_model_pretrained
 
@@ -120,7 +125,7 @@ def find_weights(paths: Paths, source: str, model: str | None) -> tuple[Path, st
             raise UserError(f"linearize: --from {source}: no such file")
         return file.resolve(), model
     checkpoint = open_weights(None, model=source)
-    if family_module(checkpoint.model) not in _VITS:  # said before anything is fetched
+    if family_module(checkpoint.model) not in _VITS:  # refused before anything is fetched
         raise UserError(f"linearize: --from {source}: is no ViT or DeiT; expected one of timm's, or a file of weights")
     fetched = paths.root / ".runs" / "published" / f"{checkpoint.name}.safetensors"
     if not fetched.is_file():

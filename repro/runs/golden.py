@@ -1,8 +1,8 @@
-"""Golden losses: the values of ten steps of a small model of every family, kept in results/golden.
+"""Golden losses: the values of ten training steps of a small model of every family, kept in results/golden.
 
-A training here is a whole one, through `repro.training.loop.fit`, on pictures that are committed with the values. The
-recipe of golden.yaml is one in which every setting shows. A change of code that moves no value changed no training:
-dvc.yaml makes trainings depend on these files, and on no code.
+Each is a complete training through `repro.training.loop.fit`, on pictures that are committed with the values. The
+recipe of golden.yaml makes every setting affect the values. So an edit of code that moves no value changes no training:
+in dvc.yaml, trainings depend on these files and not on code.
 """
 
 import contextlib
@@ -36,15 +36,15 @@ from ..training.watch import Watch
 from .job import Cell, build_job
 
 SPECS = {spec.name: spec for spec in (CLASSIFY, LINEARIZE, GENERATE, DETECT, SEGMENT)}
-PICTURE_KINDS = {"classes": "folder", "scenes": "scenes"}  # folder of results/golden/pictures -> the kind of data set
-# relative; two instruction sets and one or two threads agree to 4e-7
+PICTURE_KINDS = {"classes": "folder", "scenes": "scenes"}  # folder of results/golden/pictures -> kind of the data set
+# relative; results of two instruction sets, and of one and two threads, agree to 4e-7
 TOLERANCE = 2e-6
 PARTS = ("loss", "grad_norm", "scores")
 Line = dict[str, Any]
 
 
 class _NoCheckpoints(Checkpointer):
-    """Keeps nothing: a training of ten steps starts again."""
+    """A checkpointer that keeps nothing, because a training of ten steps simply starts again."""
 
     def save(self, *_: Any) -> None:
         return
@@ -54,23 +54,23 @@ class _NoCheckpoints(Checkpointer):
 
 
 def folder_of(paths: Paths) -> Path:
-    """The folder of values and pictures."""
+    """Return the folder of values and pictures."""
     return paths.results / "golden"
 
 
 def read_cases() -> dict[str, Any]:
-    """The content of golden.yaml: `base`, a recipe for each task, and `families`."""
+    """Read golden.yaml: `base`, a recipe for each task, and `families`."""
     return load_yaml(Path(__file__).with_name("golden.yaml"))
 
 
 def list_lines(cases: Mapping[str, Any], family: str) -> dict[str, tuple[str, dict[str, Any]]]:
-    """line -> its task, and the section of its cell as a mapping."""
+    """Return line -> (task, section of its cell as a mapping)."""
     said = cases["families"][family]
     lines = {}
     for name, line in said["lines"].items():
         task = line.get("task", said["task"])
         section = _merge(cases["base"][task], said.get("changes", {}), line.get("changes", {}))
-        # a model of another family does not take the options that make this one small
+        # the options that make the family's model small do not exist for a line with another family's model
         small = said.get("options", {}) if line.get("small", True) else {}
         options = small | line.get("options", {})
         lines[name] = task, section | {"model": line.get("model", said["model"]), "options": options}
@@ -124,7 +124,7 @@ def train_line(
 
 @contextlib.contextmanager
 def scratch_checkout(paths: Paths) -> Iterator[Path]:
-    """A folder in which lines are trained: the committed pictures, their manifests, and weights to start from."""
+    """Make a temporary work tree to train lines in: the committed pictures, their manifests, and initial weights."""
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         (root / "pictures").symlink_to(folder_of(paths) / "pictures")
@@ -139,8 +139,8 @@ def scratch_checkout(paths: Paths) -> Iterator[Path]:
 def _save_starts(root: Path) -> None:
     """Write the weights that lines start from.
 
-    Students inherit from a softmax ViT. MaxPool starts from a Vittt whose last norm scales its channels differently:
-    right after a norm with equal scales all tokens are equally long, and rounding would choose one.
+    Students inherit from a softmax ViT. Pooling by maximum starts from a Vittt whose last norm has unequal scales:
+    after a norm with equal scales all tokens are equally long, and rounding would decide which one is the maximum.
     """
     import torch
 
@@ -172,7 +172,7 @@ def run_families(
 
 
 def compare_lines(family: str, found: Mapping[str, Line], kept: Mapping[str, Line]) -> list[str]:
-    """A sentence for each line that is new, is gone, or differs by more than rounding does."""
+    """Write a sentence for each line that is new, is gone, or differs by more than rounding explains."""
     problems = [f"{family}: {name}: has no stored values" for name in found if name not in kept]
     problems += [f"{family}: {name}: is stored and no longer trained" for name in kept if name not in found]
     for name in (name for name in found if name in kept):
@@ -186,14 +186,14 @@ def compare_lines(family: str, found: Mapping[str, Line], kept: Mapping[str, Lin
 
 
 def find_tolerances(family: str, line: str) -> dict[str, float]:
-    """The largest relative difference that rounding explains, by part: 2e-6, or five times the stated noise."""
+    """Return part -> largest relative difference by rounding: `TOLERANCE`, or five times the stated noise."""
     said = read_cases()["families"][family]
     noise = said.get("noise", {}) | said["lines"][line].get("noise", {})
     return {part: max(TOLERANCE, 5 * float(noise.get(part, 0))) for part in PARTS}
 
 
 def measure_differences(a: Line, b: Line) -> dict[str, float]:
-    """The largest relative difference of two lines' numbers, by part; infinite where they are not the same numbers."""
+    """Return part -> largest relative difference of two lines; infinite if they do not have the same keys."""
     found = {}
     for part in PARTS:
         x, y = (dict(enumerate(line[part])) if isinstance(line[part], list) else line[part] for line in (a, b))
@@ -207,7 +207,7 @@ def measure_differences(a: Line, b: Line) -> dict[str, float]:
 def update_families(families: Sequence[str], *, check: bool = False) -> list[str]:
     """Train families anew and write the values that differ, unless `check`; return a sentence for each of them.
 
-    A line that holds keeps its bytes.
+    A line whose values agree within the tolerance is not rewritten.
     """
     logging.disable(logging.WARNING)
     paths, problems = find_root(), []

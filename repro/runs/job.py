@@ -51,7 +51,7 @@ class Cell:
 
     @property
     def folder(self) -> Path:
-        """The folder of its weights, curve and pictures, outside of Git."""
+        """Return the folder of the cell's weights, curve and pictures, outside of Git."""
         return self.paths.artifacts(self.record)
 
     @property
@@ -61,22 +61,22 @@ class Cell:
 
     @property
     def where(self) -> str:
-        """The cell's key path, for messages."""
+        """Return the cell's key path, for messages."""
         return f"{self.stage}.{self.name}"
 
     @property
     def init(self) -> Path | None:
-        """The weights file to start from."""
+        """Return the file of initial weights; None without one."""
         return self.paths.find(self.params.init.weights) if self.params.init else None
 
     @property
     def inputs(self) -> tuple[Path, ...]:
-        """The files, besides the code, on which a run depends: the data's manifest and the initial weights."""
+        """Return the files, besides the code, that a run depends on: the data's manifest and the initial weights."""
         manifest = manifest_path(self.paths, self.params.data)
         return (manifest, self.init) if self.init else (manifest,)
 
     def state_folder(self, seed: int) -> Path:
-        """The folder of a run's saved state; it depends on the parameters, so that no run continues a different one."""
+        """Return the folder of a run's state; its name has the hash of the params, so no run continues another."""
         return self.paths.run_state(self.stage, self.name, f"seed_{seed}-{params_hash(self.params.with_seed(seed))}")
 
 
@@ -130,15 +130,15 @@ class Outcome:
 
     @property
     def folder(self) -> Path:
-        """Holds weights.safetensors, snapshots/, load_report.txt and, where the task has them, examples/."""
+        """Return the folder of weights.safetensors, snapshots/, load_report.txt and, for some tasks, examples/."""
         return self.state / "result"
 
 
 def build_job(cell: Cell, seed: int) -> Job:
-    """Everything that a training with one seed is made of.
+    """Build the training of a cell with one seed: data, model, task and loaders. Nothing is written.
 
     Raises:
-        UserError: data, model, options, weights or number of processes that do not fit; nothing is written before.
+        UserError: data, model, options, weights or the number of processes do not fit.
     """
     import torch
 
@@ -158,7 +158,7 @@ def build_job(cell: Cell, seed: int) -> Job:
     model, load_report = spec.build_model(params, datasets.classes, cell.init, cell.where)
     described = spec.describe(model, params, datasets.classes)
     model = place_model(model, runtime, ranks, device)
-    if ranks.rank:  # the weights are the same everywhere; the random numbers of training are not
+    if ranks.rank:  # after the model is built with equal weights on all ranks, each draws its own random numbers
         seed_everything(seed + ranks.rank)
 
     here = {"workers": runtime.workers, "device": device, "rank": ranks.rank, "world_size": ranks.world_size}
@@ -193,10 +193,10 @@ def run_job(job: Job) -> Outcome | None:
     cell, seed, task = job.cell, job.params.seeds[0], job.task
     runtime, ranks, state = cell.runtime, cell.ranks, cell.state_folder(seed)
     if ranks.first:
-        for folder in (cell.folder, cell.record.parent):  # better now than after the last epoch
+        for folder in (cell.folder, cell.record.parent):  # fail now rather than after the last epoch
             require_writable(folder)
         write_json(state / "run.json", require_resumable(state, cell.inputs, ranks.world_size))
-    # next to the state and not in the results: DVC empties these before it starts a stage, also one that continues
+    # next to the state and not in the results, which DVC empties before it starts a stage, even one that continues
     snapshots, result = state / "snapshots", state / "result"
     snapshots.mkdir(parents=True, exist_ok=True)
 
@@ -233,8 +233,10 @@ def run_job(job: Job) -> Outcome | None:
 
 
 def split_batch(params: TrainParams, runtime: Runtime, ranks: Ranks, where: str) -> tuple[int, int]:
-    """The images of a step on one process, and how many of them go through the model at once; raises UserError where
-    they do not fit.
+    """Return the images of a step on one process, and those of one forward pass.
+
+    Raises:
+        UserError: the batch cannot be split so.
     """
     share = ranks.share(params.batch_size, f"{where}.batch_size")
     micro_batch = min(runtime.micro_batch or share, share)
@@ -247,7 +249,7 @@ def split_batch(params: TrainParams, runtime: Runtime, ranks: Ranks, where: str)
 
 
 def place_model(model: Any, runtime: Runtime, ranks: Ranks, device: Any) -> Any:
-    """Move a model to its device; compile it or change its memory format where asked; batch norms span all GPUs."""
+    """Move a model to its device, synchronise batch norms over all GPUs, and apply the options of `runtime`."""
     import torch
 
     if ranks.world_size > 1 and device.type == "cuda":
@@ -256,18 +258,18 @@ def place_model(model: Any, runtime: Runtime, ranks: Ranks, device: Any) -> Any:
     if runtime.channels_last:
         model.to(memory_format=torch.channels_last)
     if runtime.compile:
-        getattr(model, "backbone", model).compile()  # the shapes in a dense head depend on the data
+        getattr(model, "backbone", model).compile()  # not a dense head, whose shapes depend on the data
     return model
 
 
 def hash_golden(paths: Paths, params: TrainParams) -> str | None:
-    """The short hash of the golden losses that stand for a training's code; None where its cell names no family."""
+    """Return the short hash of the golden losses of the cell's family, which stand for its code; None without them."""
     file = paths.results / "golden" / f"{params.family}.json"
     return hash_file(file) if file.is_file() else None
 
 
 def describe_init(paths: Paths, file: Path) -> InitParams:
-    """The `init` section for a weights file; a file below the project's root is named relative to it."""
+    """Return the `init` section for a file of weights; a file below the project's root is named relative to it."""
     file = file.resolve()
     named = file.relative_to(paths.root.resolve()) if file.is_relative_to(paths.root.resolve()) else file
     return InitParams(weights=str(named), sha256=hash_file(file, digits=64))
@@ -297,8 +299,10 @@ def verify_init(cell: Cell) -> None:
 
 
 def require_resumable(state: Path, inputs: Sequence[Path], processes: int) -> dict[str, Any]:
-    """Refuse to continue a run that began on other inputs or with another number of processes; returns what a next call
-    compares.
+    """Refuse to continue a run that began with other inputs or another number of processes.
+
+    Returns:
+        {inputs, processes}, with which the next call is compared.
     """
     found = {"inputs": {file.name: hash_files(file.parent, [file.name]) for file in inputs}, "processes": processes}
     note = state / "run.json"
@@ -320,9 +324,7 @@ def require_resumable(state: Path, inputs: Sequence[Path], processes: int) -> di
 
 
 def _count_run(done: Any, model: Any, task: Any, spec: TaskSpec) -> dict[str, Any]:
-    """The numbers that every training has; what its curve says has the name of the curve's split, if another one is
-    reported.
-    """
+    """Return the metrics of every training; if another split is reported, those of the curve begin with its split."""
     last, score = done.curve[-1], next(iter(spec.scores))
     of_curve = "" if task.curve_split == task.reported_split else f"{task.curve_split}_"
     found = {

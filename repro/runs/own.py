@@ -1,9 +1,8 @@
-"""Models of one's own pictures, without an edit of params.yaml: the work of `repro pretrain --data folder:PATH`,
-`repro detect --data coco:PATH` and `repro segment --data ade20k:PATH`.
+"""Training on the user's own pictures without params.yaml: `repro pretrain`, `detect` and `segment` with `--data`.
 
-Only the weights to start from, the number of pictures and, for scenes, the sizes of pictures and objects decide the
-recipe. A small set from random weights needs a large rate and many passes. The rate of a nano that classifies is that of
-its search on digits; the other rates, and the recipes for scenes, were not searched.
+The recipe depends only on the initial weights, the number of pictures and, for scenes, the sizes of pictures and
+objects. A small set with random weights needs a high learning rate and many epochs. The rate of a classifying nano is
+from its search on digits; the other rates, and the recipes for scenes, were not searched.
 """
 
 import dataclasses
@@ -33,12 +32,12 @@ from .job import Cell, describe_init
 
 NANO = "vittt_nano_patch16_144"
 SMALL = 20_000  # training pictures below which a set is small
-FEWEST_STEPS = 1500  # at least, of a training from random weights
-FEWEST_TUNING_STEPS = 400  # at least, from given weights
-_RAND_AUGMENT = "rand-m9-mstd0.5-inc1"  # of DeiT
+FEWEST_STEPS = 1500  # least number of steps from random weights
+FEWEST_TUNING_STEPS = 400  # least number of steps from given weights
+_RAND_AUGMENT = "rand-m9-mstd0.5-inc1"  # DeiT's
 _KINDS = {"pretrain": ("folder",), "detect": ("coco", "boxes"), "segment": ("ade20k",)}
 _SHORT_PX = (128, 512)  # bounds of the short side of scenes
-_MIDDLE_STRIDE = 16  # of the five levels with anchors
+_MIDDLE_STRIDE = 16  # stride of the middle one of five levels with anchors
 _NANO_RCNN = {
     "fpn_channels": 32,
     "box_channels": 128,
@@ -140,8 +139,8 @@ class OwnTraining:
     Args:
         data, model, init: see `TrainParams`.
         flip: whether to mirror half of the pictures.
-        epochs: instead of those that give `FEWEST_STEPS` steps and 30 passes at least, 12 of scenes; from given weights,
-            `FEWEST_TUNING_STEPS` steps and 10 passes, 6 of scenes.
+        epochs: number of epochs; None: enough for `FEWEST_STEPS` steps and 30 epochs (scenes: 12) or, from given
+            weights, for `FEWEST_TUNING_STEPS` steps and 10 epochs (scenes: 6).
     """
 
     data: str
@@ -152,16 +151,16 @@ class OwnTraining:
 
     @property
     def nano(self) -> bool:
-        """True for a model of the size for embedded data."""
+        """True for a nano, the size of model for embedded data."""
         return "nano" in self.model
 
     @property
     def hflip(self) -> float:
-        """The share of pictures that are mirrored."""
+        """Return the share of pictures that are mirrored."""
         return 0.5 if self.flip else 0.0
 
     def choose_length(self, images: int, largest: int, passes: int, evaluations: int) -> dict[str, Any]:
-        """The settings that all recipes share; batches have at most `largest` pictures."""
+        """Return the settings that all recipes share; batches have at most `largest` pictures."""
         batch_size = max(1, min(largest, images))
         steps = FEWEST_TUNING_STEPS if self.init else FEWEST_STEPS
         epochs = self.epochs or min(300, max(passes, math.ceil(steps * batch_size / images)))
@@ -177,7 +176,7 @@ class OwnTraining:
 
 
 def choose_recipe(start: OwnTraining, images: int, image_size: int) -> ClassifierParams:
-    """The recipe for this many training pictures; `image_size` is the side of the model's input in pixels."""
+    """Return the recipe for so many training pictures; `image_size` is the side of the model's input in pixels."""
     small, nano, init = images < SMALL, start.nano, start.init
     largest = 32 if small else 256
     shared = start.choose_length(images, largest, 10 if init else 30, 10)
@@ -195,10 +194,10 @@ def choose_recipe(start: OwnTraining, images: int, image_size: int) -> Classifie
 
 
 def choose_detector(start: OwnTraining, instances: Any) -> DetectParams:
-    """The recipe for training on these annotated objects, the `repro.data.coco.Instances` of `train`.
+    """Return the recipe for training on these annotated objects, the `repro.data.coco.Instances` of `train`.
 
     Raises:
-        UserError: no picture with an object, a model that gives no pyramid.
+        UserError: no picture has an object, or the model gives no pyramid of features.
     """
     from ..data.detection import CocoDetection
     from ..models.adapter import ViTAdapter
@@ -221,7 +220,7 @@ def choose_detector(start: OwnTraining, instances: Any) -> DetectParams:
 
 
 def choose_segmenter(start: OwnTraining, pairs: Any) -> SegmentParams:
-    """The recipe for training on these `repro.data.ade20k.AdePairs` of `train`. Raises as `choose_detector`."""
+    """Return the recipe for training on these `repro.data.ade20k.AdePairs` of `train`; raise as `choose_detector`."""
     from ..data.ade20k import survey
 
     sizes, pixels = survey(pairs)
@@ -238,16 +237,16 @@ def choose_segmenter(start: OwnTraining, pairs: Any) -> SegmentParams:
             crop_size=crop,
             stride=2 * crop // 3,
             hflip=start.hflip,
-            # a short training has no time for random changes of brightness and contrast
+            # a short training has no time to learn to ignore random changes of brightness and contrast
             photometric=len(pairs) >= SMALL,
         ),
     )
 
 
 def _choose_dense(start: OwnTraining, images: int, rate: float, pyramid: Any) -> dict[str, Any]:
-    """The settings that the recipes for scenes share.
+    """Return the settings that the recipes for scenes share.
 
-    The rate falls linearly, which needs no milestones; weights that are given learn slower in the lower layers.
+    The rate falls linearly, which needs no milestones. Given weights learn slower in the lower layers (layer decay).
     """
     largest = 4 if images < SMALL else 16
     shared = start.choose_length(images, largest, 6 if start.init else 12, 5)
@@ -265,7 +264,7 @@ def _choose_dense(start: OwnTraining, images: int, rate: float, pyramid: Any) ->
 
 
 def _choose_sides(sizes: np.ndarray) -> tuple[int, int]:
-    """Short and long side in pixels, of the median picture within bounds; `sizes` is (N, 2)."""
+    """Return the short and the long side in pixels of the median picture, within bounds; `sizes` is (N, 2)."""
     short, long = float(np.median(sizes.min(axis=1))), float(np.median(sizes.max(axis=1)))
     smallest, largest = _SHORT_PX
     side = round(min(largest, max(smallest, short)))
@@ -273,7 +272,7 @@ def _choose_sides(sizes: np.ndarray) -> tuple[int, int]:
 
 
 def _weigh(pixels: np.ndarray) -> tuple[float, ...]:
-    """A weight for each class that falls with the root of its number of pixels, between a fiftieth and five."""
+    """Weight each class by (median number of pixels / its number of pixels)^½, clipped to [0.02, 5]."""
     median = float(np.median(pixels[pixels > 0]))
     return tuple(round(min(5.0, max(0.02, math.sqrt(median / max(count, 1)))), 3) for count in pixels.tolist())
 

@@ -1,9 +1,9 @@
 """Trainings that are registered before they run: one file for each seed of a cell, and for each trial of its search.
 
-`results/seeds/<data>/<cell>/<seed>.json` says what one training came to, in a form that never changes: the score, which
-images of the reported split were right, and the provenance. `results/seeds/<data>/<cell>/rate_<lr>.json` is a
-trial of the search, by its score on `tune`. A file whose hashes are those of the cell is never made again. The record of
-a cell, results/pretrain_seeds/<cell>, is made of the files of its seeds; no training reads it.
+`results/seeds/<data>/<cell>/<seed>.json` has the result of one training in a fixed form: the score, the correctly
+classified images of the reported split, and the provenance. `results/seeds/<data>/<cell>/rate_<lr>.json` is a trial of
+the search, with its score on `tune`. A file whose hashes agree with the cell is never made again. The record of a cell,
+results/pretrain_seeds/<cell>, is made from the files of its seeds; no training reads it.
 """
 
 import contextlib
@@ -77,7 +77,7 @@ class Training:
 
 
 def list_trainings(paths: Paths, runtime: Runtime) -> Iterator[Training]:
-    """Yield what the section registers, in its order: all searches, seed 0 of every cell, seed 1 of every cell, …
+    """Yield the registered trainings in order: all searches, seed 0 of every cell, seed 1 of every cell, …
 
     Raises:
         UserError: no such section, or wrong parameters.
@@ -104,10 +104,10 @@ def list_trainings(paths: Paths, runtime: Runtime) -> Iterator[Training]:
 def train_all(
     chosen: Sequence[Training], trainings: Sequence[Training], until: datetime.datetime | None = None
 ) -> None:
-    """Train what of the chosen trainings has no file yet; start nothing that would not end by `until`.
+    """Train the chosen trainings that have no file yet; start none that would not end by `until`.
 
-    A seed is trained once every search of all `trainings` is done and its cell has the best rate of its own: the rates
-    are committed between the two.
+    A seed is trained only after all searches among `trainings` are done and its cell has the best rate of its search,
+    so that the rates are committed before any seed runs.
     """
     for training in chosen:
         if training.is_done:
@@ -168,10 +168,10 @@ def train(training: Training) -> None:
 
 
 def collect(cell: str, trainings: Sequence[Training]) -> None:
-    """Write the record of a cell from the files of its seeds, which stay as they are.
+    """Write the record of a cell from the files of its seeds, which are not changed.
 
-    It is made of these files alone, in place of any that is there, so that it has the same bytes each time. Where the
-    seeds differ in commit, machine or versions, the identity has None there and `<name>_by_seed`.
+    It is made from these files alone and replaces any earlier record, so its bytes are always the same. If the seeds
+    differ in commit, machine or versions, the identity has None for it, and `<name>_by_seed`.
 
     Raises:
         UserError: the file of a seed is missing, damaged, or of other parameters or data.
@@ -205,14 +205,14 @@ def collect(cell: str, trainings: Sequence[Training]) -> None:
         identity[named] = values[0]
         if any(value != values[0] for value in values):
             identity |= {named: None, f"{named}_reason": "differs", f"{named}_by_seed": values}
-    whole.record.unlink(missing_ok=True)  # a record with equal numbers would stay, even where the rest differs
+    whole.record.unlink(missing_ok=True)  # `write_record` keeps a record with equal numbers, even if the rest differs
     seconds = 3600 * sum(found["core_hours"] for found in files)
     write_record(whole.record, metrics, identity, seconds, scores=SPEC.scores)
     print_scores(whole, metrics)
 
 
 def read_seed(file: Path) -> dict[str, Any]:
-    """The file of a seed; a UserError where it has another form, or hits that are not its score."""
+    """Read the file of a seed; raise a UserError for another form, or hits that do not give its score."""
     found, advice = read_json(file), "restore the file as the training wrote it"
     for name, kind in FORM.items():
         value = found.get(name)
@@ -263,7 +263,7 @@ def require_best_rate(training: Training, trainings: Sequence[Training]) -> None
 
 
 def choose_rate(trials: Sequence[dict[str, Any]]) -> float:
-    """The rate with the highest score on tune; the lower one of equals."""
+    """Return the rate with the highest score on tune; among equals the lower one."""
     return max(sorted(trials, key=lambda trial: trial["rate"]), key=lambda trial: trial[SCORE])["rate"]
 
 

@@ -1,9 +1,8 @@
-"""Choosing the learning rate and warm-up of a cell: a small search, scored on the split `tune` and never evaluated on
-`test`.
+"""Search of the learning rate and warm-up of a cell, scored on the split `tune` and never evaluated on `test`.
 
-Each trial is a whole training by the recipe of the cell. Where the best one lies at an edge of the grid, the grid is
-widened there, so that no cell is held to a range that suits another. Finished trials stay in .runs until the search is
-done, so that a stopped call loses none.
+Each trial is a complete training with the recipe of the cell. If the best trial lies at an edge of the grid, the grid
+is widened there, so that no cell is limited to a range that suits another. Finished trials stay in .runs until the
+search is done, so a stopped call loses none.
 """
 
 import dataclasses
@@ -28,7 +27,7 @@ from .cells import find_place
 from .job import Cell, build_job, hash_golden, run_job
 
 RULE = "highest score on tune; among equals the lower rate, then the shorter warm-up"
-WIDENINGS = 3  # how often a grid is widened at most
+WIDENINGS = 3  # the most times that a grid is widened
 SECTION = "tune"
 
 
@@ -60,9 +59,7 @@ class TuneParams:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchParams:
-    """Parameters that determine a search's outcome, for the hash in its record: the cell of its first trial, and the
-    search.
-    """
+    """The parameters that determine a search's outcome, for the hash in its record."""
 
     cell: TrainParams
     tune: TuneParams
@@ -78,11 +75,11 @@ class Search:
 
     @property
     def score(self) -> str:
-        """The name of the score that trials are compared by."""
+        """Return the key of the score by which trials are compared."""
         return next(iter(self.cell.spec.scores))
 
     def list_trials(self, grid: TuneParams) -> list[Cell]:
-        """A cell for each trial, in the order of the grid."""
+        """Make a cell for each trial, in the order of the grid."""
         found, params = [], dataclasses.replace(self.cell.params, seeds=(self.tune.seed,), snapshot_epochs=())
         for lr, warmup_epochs in itertools.product(grid.lr, grid.warmup_epochs):
             optim = dataclasses.replace(params.optim, lr=lr, warmup_epochs=warmup_epochs)
@@ -92,7 +89,7 @@ class Search:
 
 
 def read_searches(specs: Mapping[str, TaskSpec], name: str | None) -> list[Search]:
-    """One search of the section `tune`, or all of them; `specs`: section -> the task of its cells.
+    """Read one search of the section `tune`, or all of them; `specs` maps a section to the task of its cells.
 
     Raises:
         UserError: no such search or cell, or a search that does not fit its cell.
@@ -121,7 +118,7 @@ def read_searches(specs: Mapping[str, TaskSpec], name: str | None) -> list[Searc
 
 
 def _require_tune(paths: Paths, runtime: Runtime, data: str, where: str) -> None:
-    """Raise UserError for data without a split `tune`: the search would choose on the split that is reported."""
+    """Raise a UserError for data without a split `tune`, because the search must not use the reported split."""
     params = load_section(PrepareData, paths.params, "prepare_data", data)
     row = KINDS[params.kind]
     if row.other_splits:
@@ -132,8 +129,7 @@ def _require_tune(paths: Paths, runtime: Runtime, data: str, where: str) -> None
 
 
 def run_search(search: Search) -> None:
-    """Train the trials that are not finished, one after another, and write the record with every trial and the chosen
-    one.
+    """Train the unfinished trials one after another, and write the record with every trial and the chosen one.
 
     Raises:
         RunError: every trial diverged. Otherwise as `run_job`.
@@ -173,8 +169,9 @@ def run_search(search: Search) -> None:
 
 
 def _run_trial(search: Search, trial: Cell) -> dict[str, Any]:
-    """Run a trial and return its outcome, {origin, place, trial}, kept for a call that continues; divergence is an
-    outcome and no error.
+    """Run a trial, keep its outcome {origin, place, trial} for a later call, and return it.
+
+    Divergence is an outcome and not an error.
     """
     hashes = {"params": params_hash(trial.params), "data": hash_file(trial.inputs[0])}
     hashes["golden"] = hash_golden(trial.paths, trial.params)
@@ -197,21 +194,21 @@ def _run_trial(search: Search, trial: Cell) -> dict[str, Any]:
         print(f"{trial.name}: {trial.spec.scores[score]} {metrics[score]:.2f} % on {metrics['split']}", flush=True)
     kept = {"origin": hashes, "place": find_place(job), "trial": found}
     write_json(file, kept)
-    shutil.rmtree(trial.state_folder(search.tune.seed))  # the weights of a trial serve nothing more
+    shutil.rmtree(trial.state_folder(search.tune.seed))  # the weights of a trial are not needed any more
     return kept
 
 
 def choose_trial(trials: Sequence[Mapping[str, Any]], score: str) -> Mapping[str, Any] | None:
-    """The trial that `RULE` chooses; None where all diverged."""
+    """Return the trial that `RULE` chooses; None if all diverged."""
     sound = [trial for trial in trials if not trial["diverged"]]
     return max(sound, key=lambda trial: (trial[score], -trial["lr"], -trial["warmup_epochs"]), default=None)
 
 
 def widen(grid: TuneParams, best: Mapping[str, Any], epochs: int) -> TuneParams | None:
-    """The grid with another value beyond each edge at which the best trial lies; None where it lies at none.
+    """Return the grid with another value beyond each edge at which the best trial lies; None if it lies at no edge.
 
-    A rate is as many times larger or smaller as the last two are; a warm-up is an epoch longer, if it stays shorter
-    than the training of `epochs`, or shorter.
+    A new rate continues the ratio of the two at the edge. A new warm-up is one epoch shorter or longer, if it stays
+    shorter than the training of `epochs`.
     """
     wider: dict[str, tuple[Any, ...]] = {}
     rates, warmups = sorted(grid.lr), sorted(grid.warmup_epochs)

@@ -261,7 +261,7 @@ ODD = (*ODD.split("|"), "!!python/object/apply:os.system [ls]", "9" * 5000, "[" 
 
 
 def alter(text: str, chosen: random.Random) -> bytes:
-    """Other bytes of a params file: damaged, in another encoding, or with values that nobody expects."""
+    """Return altered bytes of a params file: damaged, in another encoding, or with unexpected values."""
     lines, content = text.splitlines(), text.encode()
     at, line = chosen.randrange(len(content)), chosen.randrange(len(lines))
     key, colon, _ = lines[line].partition(":")

@@ -1,4 +1,4 @@
-"""Temporary checkouts with this code, commands that run in them, and what must come of them."""
+"""Temporary work trees with this code, commands that run in them, and checks of their results."""
 
 import contextlib
 import copy

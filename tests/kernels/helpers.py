@@ -20,7 +20,7 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="a limit of Triton's in
 
 
 def find_errors(cases, inputs, sizes, backend, expected=None, floor=0.0):
-    """Of the output and every gradient, in memory full of NaN: against the reference of the same inputs in fp64."""
+    """Return the errors of the output and every gradient, in memory full of NaN, against the reference in fp64."""
     expected = expected or check.differentiate(cases, [x.double() for x in inputs], sizes, "reference")
     with check.poisoned_memory():
         found = check.differentiate(cases, inputs, sizes, backend)

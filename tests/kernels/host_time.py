@@ -1,9 +1,9 @@
-"""What a block of Vittt costs a host, without a GPU: `python tests/kernels/host_time.py`.
+"""The host's time for a block of Vittt, measured without a GPU: `python tests/kernels/host_time.py`.
 
-The launches go through Triton's own launcher to a `libcuda.so.1` that does nothing, which is compiled on the spot; tensors
-lie on the CPU, and matrix products, which a GPU's library would launch, give memory alone. So the times are Python's,
-PyTorch's and Triton's, and lack the driver's and that library's. Of training it times the passes of the node of autograd,
-and what calling an empty node of the same arguments costs.
+The launches go through Triton's own launcher to a `libcuda.so.1` that does nothing, which is compiled on the spot;
+tensors lie on the CPU, and matrix products, which a GPU's library would launch, give memory alone. So the times are
+Python's, PyTorch's and Triton's, and lack the driver's and that library's. Of training it times the passes of the node
+of autograd, and what calling an empty node of the same arguments costs.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What the tests of all families share: small models, files of tensors and of weights, and measures of error."""
+"""Helpers for the tests of all families: small models, files of tensors and of weights, and measures of error."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -77,7 +77,7 @@ class DenseModel(nn.Module):
 
 
 def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
-    """What timm multiplies the learning rate of each parameter by."""
+    """Return the factor of timm's layer decay for the learning rate of each parameter."""
     groups = param_groups_layer_decay(model, layer_decay=decay)
     scales = {id(parameter): group["lr_scale"] for group in groups for parameter in group["params"]}
     return {name: scales[id(parameter)] for name, parameter in model.named_parameters()}
@@ -106,7 +106,7 @@ def relative(ours: Tensor, truth: Tensor) -> float:
 
 
 def gradients(model: nn.Module, *inputs: Tensor) -> dict[str, Tensor]:
-    """Of the sum of all squared outputs, by parameter."""
+    """Return the gradient of the sum of all squared outputs, by parameter."""
     model.zero_grad()
     out = model(*inputs)
     sum(each.square().sum() for each in ([out] if isinstance(out, Tensor) else out)).backward()
@@ -138,7 +138,7 @@ def below(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def load_official(model: nn.Module, state: dict[str, Tensor], trained_size: tuple[int, int] | None = None) -> None:
-    """What building a model from an official file does with the tensors of the file."""
+    """Load the tensors of an official file into a model in the way that building a model from the file does."""
     state = translate_official(state, type(model).__module__)
     state = adapt_to_size(model, state, trained_size) if trained_size else state
     load_state(model, state, f"official weights do not fit {type(model).__name__} as built")

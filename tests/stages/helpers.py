@@ -67,13 +67,13 @@ def prepare_cell(root: Path, name: str) -> None:
 
 
 def accept_data() -> None:
-    """Make the manifest of the digits anew, as that of data of one's own would be, whose contents nobody compares."""
+    """Write the manifest of the digits anew from their files, like that of a user's data, without expected hashes."""
     file = Path("results/prepare_data/digits/manifest.json")
     write_manifest(file, scan_manifest(Path("data/digits"), "digits", read_manifest(file).generated))
 
 
 def read_metrics(file: Path) -> dict[str, Any]:
-    """The numbers of a record."""
+    """Read the metrics of a record."""
     return read_record(file)["metrics"]
 
 
@@ -119,7 +119,7 @@ def add_dense(root: Path) -> None:
 
 
 def write_student(root: Path, **changes: Any) -> None:
-    """Put the cell `student` of linearize, with changes, into params.yaml; it begins from a softmax model, `SOFTMAX`."""
+    """Add the cell `student` of linearize, with changes, to params.yaml; it begins from a softmax model, `SOFTMAX`."""
     save_model(root / SOFTMAX, T5, **SHELL, inner="softmax", key_norm="none", dwc="none")
     init = {"weights": str(SOFTMAX), "sha256": hash_file(root / SOFTMAX, digits=64)}
     options = {"embed_dim": 48, "depth": 2, "patch_size": 8}
@@ -129,7 +129,7 @@ def write_student(root: Path, **changes: Any) -> None:
 
 
 def stop_at_state(stage: str, cell: str, number: int, seed: int = 0) -> str:
-    """Train a cell until this seed's first state is saved, send the process a signal, and return what it said."""
+    """Train a cell until this seed's first state is saved, send the process a signal, and return its stderr."""
     command = [sys.executable, "-m", "repro", stage, "--cell", cell]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 1800

@@ -1,4 +1,4 @@
-"""What tests of several tasks share: batches, a backbone of two convolutions, and a hierarchical one."""
+"""Helpers for the tests of several tasks: batches, a backbone of two convolutions, and a hierarchical one."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def build_swin(features: str = "last") -> nn.Module:
 
 
 class Batches(list):
-    """Batches, and what a task asks of its loader beside them."""
+    """A list of batches with the attributes of a loader that a task reads."""
 
     dataset = None
 
@@ -46,7 +46,7 @@ def list_unreached(model: nn.Module, *exempt: str) -> list[str]:
 
 
 def fit(task: Task, batch: Any, lr: float, steps: int) -> list[dict[str, float]]:
-    """Train on one batch; the losses of each step."""
+    """Train on one batch, and return the losses of each step."""
     optimizer, losses = torch.optim.AdamW(task.model.train().parameters(), lr=lr), []
     for _ in range(steps):
         found = task.loss(task.model, batch)

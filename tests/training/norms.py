@@ -1,4 +1,4 @@
-"""For test_ranks.py, under torchrun: trains models with batch norms; rank 0 writes scores and the weights beside them."""
+"""A program of test_ranks.py, run under torchrun: it trains models with batch norms, and rank 0 writes the results."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""For test_ranks.py, alone and under torchrun: five steps of Vittt-nano in fp64 without randomness; rank 0 writes."""
+"""The program of test_ranks.py, run alone and under torchrun: five deterministic steps of Vittt-nano in fp64."""
 
 import sys
 from pathlib import Path

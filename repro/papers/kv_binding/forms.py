@@ -1,4 +1,4 @@
-"""The recurrent and the parallel form of inner learners, as `repro kernels forms` measured them."""
+"""The report's tables and figure on the recurrent and parallel forms of inner learners (`repro kernels forms`)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ MODES = {"infer": "forward", "train": "forward and backward"}
 
 
 def find_forms(report: Report) -> list[Source]:
-    """The files of `repro kernels forms`, those of GPUs first, each with its `rows` and `ratios`."""
+    """Read the files of `repro kernels forms`, those of GPUs first; the metrics of each are its `rows` and `ratios`."""
     from ...bench.forms import compare_forms, read_forms  # loads torch
 
     found, paths = [], report.results.paths
@@ -48,7 +48,7 @@ def find_forms(report: Report) -> list[Source]:
 
 
 def list_ratios(report: Report) -> str:
-    """For each device and mode, the ratios over the tokens with crossover and memory."""
+    """Tabulate, for each device and mode, the speed ratios over the number of tokens, with crossover and memory."""
     blocks: list[str] = []
     for source in _require_forms(report):
         m, origin = source.metrics, describe_origin([source])
@@ -64,12 +64,12 @@ def list_ratios(report: Report) -> str:
 
 
 def find_setting(report: Report, key: str) -> int:
-    """A number of the paper's setting, as the first record has it."""
+    """Return a number of the paper's setting from the first record."""
     return next(row for row in _require_forms(report)[0].metrics["rows"] if row["setting"] == "paper")[key]
 
 
 def show_picture(report: Report) -> str:
-    """The picture, and a sentence where no record is of a GPU."""
+    """Embed the figure, with a sentence if no record comes from a GPU."""
     sources = _require_forms(report)
     shown = picture(f"figures/{PICTURE}", "the parallel form's speed over the recurrent one's")
     said = "No row is of a GPU: none was at hand. `repro kernels forms` measures the same rows there."
@@ -77,7 +77,7 @@ def show_picture(report: Report) -> str:
 
 
 def list_backbones(report: Report) -> str:
-    """Vittt-T with each learner and form: time and memory of an image at each size."""
+    """Tabulate time and memory of one image at each size, for Vittt-T with each learner and form."""
     blocks: list[str] = []
     for source in _require_forms(report):
         rows = _list_backbone_rows(source)
@@ -103,19 +103,19 @@ def list_backbones(report: Report) -> str:
 
 
 def _list_backbone_rows(source: Source) -> list[Mapping[str, Any]]:
-    """The rows of Vittt-T as a whole, by learner, form and tokens."""
+    """Return the rows that measure the whole backbone Vittt-T."""
     from ...bench.forms import BACKBONE
 
     return [row for row in source.metrics["rows"] if row["setting"] == BACKBONE]
 
 
 def find_side(tokens: int) -> int:
-    """The side in pixels of a square image of so many tokens."""
+    """Return the side in pixels of a square image with so many tokens of 16×16 pixels."""
     return 16 * math.isqrt(tokens)
 
 
 def _name_backbone(row: Mapping[str, Any]) -> tuple[str, str]:
-    """The learner and the form of a row; for the unchanged one, what computed it."""
+    """Return (learner, form) of a row; for the unchanged learner, its backend in place of the form."""
     return row["learner"], row["backend"] if row["form"] == "auto" else row["form"]
 
 
@@ -126,7 +126,10 @@ def _require_forms(report: Report) -> list[Source]:
 
 
 def find_backbones(report: Report) -> dict[tuple[str, str], list[Mapping[str, Any]]]:
-    """(learner, form) of Vittt-T -> its timed rows of the first device, by size; none without the unchanged one."""
+    """Return (learner, form) -> timed rows of Vittt-T by size, from the first device that timed the unchanged learner.
+
+    The result is empty if no device did.
+    """
     for source in find_forms(report):
         found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
         for row in sorted(_list_backbone_rows(source), key=lambda row: row["tokens"]):
@@ -138,13 +141,13 @@ def find_backbones(report: Report) -> dict[tuple[str, str], list[Mapping[str, An
 
 
 def plan_drawings(report: Report) -> Drawings:
-    """The picture of the ratios, where there are any."""
+    """Plan the figure of the ratios, if any were measured."""
     sources = find_forms(report)
     return {PICTURE: (sources, partial(_draw_forms, source=sources[0]))} if sources else {}
 
 
 def _draw_forms(path: Path, source: Source) -> Path:
-    """The ratios over the tokens, a panel for each mode."""
+    """Draw the ratios over the number of tokens, with one panel for each mode."""
     figure, panels = new_figure(len(MODES))
     for panel, (mode, words) in zip(panels, MODES.items(), strict=True):
         for learner, (colour, marker) in _STYLES.items():
@@ -175,7 +178,7 @@ def _draw_forms(path: Path, source: Source) -> Path:
 
 
 def find_crossover(rows: Sequence[Mapping[str, Any]]) -> str:
-    """From how many tokens on the parallel form is ahead, in words; `rows` are ratios of one learner."""
+    """Write in words from how many tokens on the parallel form is faster; `rows` are the ratios of one learner."""
     lengths = sorted(row["tokens"] for row in rows)
     ahead = sorted(row["tokens"] for row in rows if row["ratio"] > 1)
     if not ahead:
@@ -195,7 +198,7 @@ def _chunk(metrics: Mapping[str, Any], prefix: str) -> int:
 
 
 def _ratios(rows: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]) -> str:
-    """The ratio of each learner and length, and from how many tokens on the parallel form is ahead."""
+    """Tabulate the ratio of each learner and length, and its crossover."""
 
     def show(cell: Mapping[str, Any] | str | None) -> str:
         if cell is None or isinstance(cell, str):
@@ -212,7 +215,7 @@ def _ratios(rows: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]) -> st
 
 
 def compare_setting(report: Report) -> str:
-    """The paper's Table 2 and ours, in its setting, for each device."""
+    """Tabulate the paper's Table 2 next to our numbers in the same setting, for each device."""
     entries = report.paper.ledger.entries
     blocks: list[str] = []
     for source in _require_forms(report):

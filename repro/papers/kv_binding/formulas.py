@@ -1,6 +1,6 @@
-"""Functions that the ledger calls: errors of the paper's equations in fp64, and what it says of its inner learners.
+"""Functions that the ledger calls: errors of the paper's equations in fp64, and properties of its inner learners.
 
-Every error is a share of the largest value of what is stated. A name that none of them knows is a `ValueError`.
+Every error is relative to the largest value of the side that the paper states. An unknown name raises a `ValueError`.
 """
 
 import functools
@@ -17,28 +17,30 @@ from .sides import CHUNK, GRID, IDENTITIES, OF_LACT, SEED, TOKENS, WIDTH, draw_l
 
 @functools.cache
 def identity_error(name: str) -> float:
-    """The error of an equation.
+    """Return the error of an equation.
 
-    `negated_loss`: LaCT that learns up its loss has the outputs of LaCT that learns down the loss of −v.
-    `zero_start`: one linear layer from zero is causal linear attention.
+    `negated_loss`: gradient ascent on LaCT's loss gives the same outputs as gradient descent with −v for v.
+    `zero_start`: one linear layer that starts at zero is causal linear attention.
     `delta_rule`: one linear layer with the squared error is W ← W − kᵀ(kW − v).
-    `gated_unit`, `convolution`: the two learners of ViT³ as in Section 5.4 and Appendix G, at its rate s/N and without
-    its damping. `gated_unit_without_rate`: the first as it is printed, without that rate.
+    `gated_unit`, `convolution`: the two inner learners of ViT³ as in Section 5.4 and Appendix G, at its rate s/N and
+    without its damping.
+    `gated_unit_without_rate`: the gated unit as printed, without that rate.
     `damped_unit`: the gated unit with its damping, which divides each output channel by 1 + the norm of its step.
-    `norm_of_static`: LaCT's norm of weights that do not learn gives these weights.
-    `rate_in_value`: a token's rate can multiply its value.
-    `v6_of_lact`: its last step is o = q(W + Σ kᵀv).
-    `v6_as_run`, `v6_derived`: the same of ViT³, as the authors ran it, and with the gradient of its loss and the factor
-    s/N. `v6_as_run_repaired`: as they ran it, it is o = q(W + (s/N) Σ kᵀ(v ⊙ kW)).
+    `norm_of_static`: LaCT's norm of the weights returns weights that do not learn unchanged.
+    `rate_in_value`: the learning rate of a token can be absorbed into its value.
+    `v6_of_lact`: step V6 of LaCT is o = q(W + Σ kᵀv).
+    `v6_as_run`, `v6_derived`: the same for ViT³, as the authors ran it, and with the gradient of its loss and the
+    factor s/N.
+    `v6_as_run_repaired`: as the authors ran it, it is o = q(W + (s/N) Σ kᵀ(v ⊙ kW)).
     """
     return find_error(*choose(IDENTITIES, name, "equation of the paper")())
 
 
 @functools.cache
 def theorem_error(name: str) -> float:
-    """The error of Theorem `5.1`, `5.2` or `5.3`: an MLP whose layers all learn by autograd, one token after another.
+    """Return the error of Theorem `5.1`, `5.2` or `5.3` for an MLP whose layers all learn, token by token, by autograd.
 
-    5.1 is of one step, 5.2 of a sequence, 5.3 of a sequence with momentum.
+    Theorem 5.1 takes one step, 5.2 a sequence, and 5.3 a sequence with momentum.
     """
     tokens, momentum = choose({"5.1": (1, False), "5.2": (TOKENS, False), "5.3": (TOKENS, True)}, name, "theorem")
     return find_error(*unroll_mlp(tokens, momentum))
@@ -46,23 +48,25 @@ def theorem_error(name: str) -> float:
 
 @functools.cache
 def lact_error(name: str) -> float:
-    """The error of what the paper derives of LaCT's recurrence W ← W − η_t M(ΔW_t), ΔW_t = ∇L + α_t ΔW_{t−1}.
+    """Return the error of an equation derived from LaCT's recurrence W ← W − η_t M(ΔW_t), ΔW_t = ∇L + α_t ΔW_{t−1}.
 
-    `eq1`: Eq. 1. `eq1_repaired`: Σ_j η_j M(Σ_{i≤j} β_i^j φ_iᵀ v_i) in place of its sum.
-    `eq1_without_muon` and `coefficient`: both without M, where η_i Σ_j β_i^j is the weight of a step.
-    `coefficient_repaired`: Σ_j η_j β_i^j in place of that. `mask`: without M and rates, the momentum matrix as mask, as
-    Appendix H.1 says.
+    `eq1`: Eq. 1.
+    `eq1_repaired`: with Σ_j η_j M(Σ_{i≤j} β_i^j φ_iᵀ v_i) in place of its sum.
+    `eq1_without_muon`, `coefficient`: without M, where token i has the weight η_i Σ_j β_i^j.
+    `coefficient_repaired`: with the weight Σ_j η_j β_i^j in its place.
+    `mask`: without M and rates, the momentum matrix is the mask of the attention, as Appendix H.1 says.
     """
     return find_error(*choose(OF_LACT, name, "equation of LaCT")())
 
 
 @functools.cache
 def mirrored_training_error() -> float:
-    """The largest difference after training a ViT³ down its heads' loss, and one up it from mirrored values.
+    """Return the largest difference between a training whose inner loop descends, and a mirrored one that ascends.
 
-    Both train for four steps of AdamW with weight decay and clipping, on the same images. The second begins with the
-    first one's weights but for the value rows of the heads, whose signs are turned; of the losses and of the last
-    weights, turned back, the largest difference counts. Its convolution descends in both, as in the authors' code.
+    Both train a ViT³ for four steps of AdamW with weight decay and clipping, on the same images. The second model has
+    the first one's initial weights, except that the value rows of its heads are negated. The difference is taken over
+    all losses, and over the final weights after negating those rows again. The inner convolution descends in both, as
+    in the authors' code.
     """
 
     def train(step: str) -> tuple[list[float], dict[str, Any]]:
@@ -96,7 +100,7 @@ def mirrored_training_error() -> float:
 
 
 def find_values(model: ViT3Ladder, name: str) -> slice:
-    """The rows of a parameter of a ViT³ that make the values of its heads; an empty slice of another parameter."""
+    """Return the rows of a ViT³'s parameter that project to the heads' values; an empty slice for other parameters."""
     if ".attn.qkv." not in name:
         return slice(0)
     return slice(2 * model.embed_dim, 3 * model.embed_dim)
@@ -104,9 +108,9 @@ def find_values(model: ViT3Ladder, name: str) -> slice:
 
 @functools.cache
 def reads_static_kernel(step: str) -> bool:
-    """Whether LaCT after a step of the ladder is o = φ(q) S, with features φ that depend on no keys and values.
+    """Tell whether LaCT after a step of the ablation chain is o = φ(q) S, with φ independent of keys and values.
 
-    For twice as many queries as φ has features, the outputs are explained by one matrix S, or they are not.
+    There are twice as many queries as features, so a matrix S that fits all outputs exists only if this holds.
     """
     loop, weights, (_, k, v), rates, momentum = draw_lact(step)
     q = torch.randn(1, 1, 2 * WIDTH, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -118,7 +122,7 @@ def reads_static_kernel(step: str) -> bool:
 
 @functools.cache
 def parallel_error(step: str) -> float:
-    """The largest error, of outputs and gradients, of the parallel form of a step against the recurrent one."""
+    """Return the largest error of a step's parallel form against the recurrent one, over outputs and gradients."""
     found = {}
     for form in ("parallel", "recurrent"):
         loop, weights, tokens, rates, momentum = draw_lact(step, order="before")
@@ -132,10 +136,10 @@ def parallel_error(step: str) -> float:
 
 @functools.cache
 def order_error(step: str, norm: str | None = None) -> float:
-    """By how much two chunks of keys and values that change places change the outputs, as a share of the largest one.
+    """Return how much the outputs change, relative to the largest one, when two chunks of keys and values are swapped.
 
-    A state that is a sum over chunks does not change. Without momentum, whose weights depend on the place of a chunk;
-    `norm` is that of `InnerLoop`, None for what the step has.
+    A state that is a sum over chunks does not change. Momentum is switched off, because its weights depend on the
+    position of a chunk. `norm` is that of `InnerLoop`; None keeps the step's own.
     """
     changes = {"momentum": False} | ({} if norm is None else {"norm": norm})
     loop, weights, (q, k, v), rates, _ = draw_lact(step, **changes)
@@ -147,11 +151,11 @@ def order_error(step: str, norm: str | None = None) -> float:
 
 @functools.cache
 def momentum_error(chunks: int, form: str) -> float:
-    """The error of momenta M_j = G_j + α_j M_{j−1} of `chunks` chunks in fp32, against the recurrence in fp64; α is the
-    mean of a chunk of 256 tokens, around ½.
+    """Return the error of the momenta M_j = G_j + α_j M_{j−1} over chunks in fp32, against the recurrence in fp64.
 
-    `ours` takes weights from differences of cumulated logarithms. `divided` is what the authors' code does:
-    cumprod(α) · cumsum(G / (cumprod(α) + 1e-8)).
+    α_j is the mean over a chunk of 256 tokens, around ½. The form `ours` computes the weights from differences of
+    cumulative logarithms. The form `divided` is that of the authors' code, cumprod(α) · cumsum(G / (cumprod(α) +
+    1e-8)), which fails once cumprod(α) is no larger than 1e-8.
     """
     generator = torch.Generator().manual_seed(SEED)
     alpha = torch.randn(chunks, 256, generator=generator, dtype=torch.float64).sigmoid().mean(1)

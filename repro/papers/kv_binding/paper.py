@@ -1,4 +1,4 @@
-"""What the report needs of "Test-Time Training with KV Binding Is Secretly Linear Attention", in one place."""
+"""The declaration of "Test-Time Training with KV Binding Is Secretly Linear Attention" for the report."""
 
 from ...report.paper import load_paper
 from . import forms, sections

@@ -1,4 +1,4 @@
-"""What the page of the KV binding says besides the tables: residuals, changes of an inner learner, and probes."""
+"""The sections of the KV binding's page besides the tables: residuals, changes of an inner learner, and probes."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -16,10 +16,10 @@ from .forms import find_backbones, find_side
 
 _ROUNDING = 1e-12
 CHUNKS = (16, 32, 64, 256)
-# equal bit for bit, on every processor
+# calls whose two sides are equal bit for bit on every processor; their error prints as 0
 EXACT = (Call("identity_error", ("negated_loss",)), Call("mirrored_training_error", ()))
 _NAMES = {"vit3": "ViT³", "lact": "LaCT", "vittt": "Vittt"}
-# the step of a variant -> what it changes, in words
+# step of a variant -> its change in words
 CHANGES = {
     "own": "the unchanged model",
     "ascent": "learns up its loss",
@@ -42,7 +42,7 @@ UNLIKE = "not comparable (eager PyTorch beside compiled loops)"
 
 
 def list_residuals(report: Report) -> str:
-    """A row for each equation of the ledger: its largest error in fp64, and that of the repaired equation."""
+    """Tabulate, for each equation of the ledger, its largest error in fp64 and that of the repaired equation."""
 
     def show(calls: Sequence[Call]) -> str:
         return "; ".join(_show_error(report, call, named=len(calls) > 1) for call in calls) or "–"
@@ -64,7 +64,7 @@ def list_residuals(report: Report) -> str:
 
 
 def compare_momenta(report: Report) -> str:
-    """By number of chunks, the error of the momenta of the authors' parallel code and of ours."""
+    """Tabulate the error of the momenta by the number of chunks, for the authors' parallel code and for ours."""
     find_error = report.paper.formulas()["momentum_error"]
 
     def show_divided(chunks: int) -> str:
@@ -79,19 +79,19 @@ def compare_momenta(report: Report) -> str:
 
 
 def _find_errors(calls: Sequence[Call]) -> list[Call]:
-    """Those that give a residual."""
+    """Return the calls whose result is a residual."""
     return [call for call in calls if call.name.endswith("_error")]
 
 
 def _show_error(report: Report, call: Call, *, named: bool) -> str:
-    """Two digits, or `< 1e-12`, as processors round differently; an equality bit for bit is 0."""
+    """Show an error with two digits, or as `< 1e-12`, where the digits differ between processors; an exact 0 as `0`."""
     value = report.paper.formulas()[call.name](*call.args)
     shown = f"{value:.1e}" if value >= _ROUNDING else "0" if value == 0 and call in EXACT else f"< {_ROUNDING:.0e}"
     return f"{call.args[0]} {shown}" if named else shown
 
 
 def list_changes(report: Report) -> str:
-    """A table for each model and data set: every variant's top-1, and its difference to the unchanged model."""
+    """Tabulate every variant's top-1 and its difference to the unchanged model, for each model and data set."""
     blocks: list[str] = []
     for group in _find_groups(report):
         model, top1, pairs = _find_model(group), _find_scores(group), _compare(group)
@@ -115,14 +115,18 @@ def list_changes(report: Report) -> str:
 
 
 def weigh_learners(report: Report) -> str:
-    """The learners of Vittt at the largest measured image: accuracy on embedded data against time."""
+    """Tabulate Vittt's learners: accuracy on embedded data, and time at the largest measured image.
+
+    Raises:
+        Missing: the unchanged learner was not timed.
+    """
     groups = _find_groups(report, ("vittt",))
     times = {key: rows[-1] for key, rows in find_backbones(report).items()}
     if not times:
         raise Missing("the unchanged learner was not timed", "repro kernels forms")
     own = times["own", "auto"]
     own_ms, side = own["latency_ms"], find_side(own["tokens"])
-    # an eager learner that takes longer than a compiled one says nothing of the learners
+    # eager PyTorch against compiled loops compares implementations, not learners, so "slower" would mislead
     slower = UNLIKE if own["backend"] in COMPILED else "slower"
     rows = []
     for step in ("plain", "dot"):
@@ -137,7 +141,10 @@ def weigh_learners(report: Report) -> str:
 
 
 def _find_groups(report: Report, models: Sequence[str] = tuple(_NAMES)) -> list[Group]:
-    """Groups of the unchanged model and another variant, in the order of `_NAMES`; those with more seeds."""
+    """Find the groups with the unchanged model and at least one variant, in the order of `_NAMES`.
+
+    Of several groups of one model and data set, `keep_best` chooses.
+    """
     groups = find_groups(report.results, report.paper)
     own = (group for group in groups if _find_model(group) in models and len(group.variants) > 1)
     found = [group for group in own if f"{_find_model(group)}_own" in group.variants]
@@ -148,12 +155,12 @@ def _find_groups(report: Report, models: Sequence[str] = tuple(_NAMES)) -> list[
 
 
 def _find_model(group: Group) -> str:
-    """The beginning of its variants' names."""
+    """Return the model's name, the first part of its variants' names."""
     return next(iter(group.variants)).split("_")[0]
 
 
 def _compare(group: Group) -> dict[str, Pair]:
-    """Variant -> its difference to the unchanged model; empty where they have no seed in common."""
+    """Return variant -> its difference to the unchanged model; empty if they have no seed in common."""
     base, top1 = f"{_find_model(group)}_own", _find_scores(group)
     listed = sorted(top1, key=lambda name: [*CHANGES].index(name.partition("_")[2]))
     orders = [(name, base) for name in listed if name != base]
@@ -166,7 +173,7 @@ def _find_scores(group: Group) -> dict[str, dict[int, float]]:
 
 
 def _count_learners(group: Group) -> str:
-    """How many of each variant's seeds passed half the way from chance to 100 %, where some did not."""
+    """Write how many seeds of each variant passed the midpoint between chance and 100 %; empty if all or none did."""
     learnt = 50 * (1 + 1 / group.common["classes"])
     scores = _find_scores(group).items()
     counts = {name: (sum(value > learnt for value in values.values()), len(values)) for name, values in scores}
@@ -177,7 +184,7 @@ def _count_learners(group: Group) -> str:
 
 
 def list_probes(report: Report) -> str:
-    """A row for each model and probe: accuracy and inner loss without and with it."""
+    """Tabulate accuracy and inner loss with and without the probe, for each model and probe."""
 
     header = ["model", "data, images", "probe", "top-1", "with it"]
     header += ["inner loss after the steps", "with it", "measured on"]
@@ -195,7 +202,7 @@ def list_probes(report: Report) -> str:
 
 
 def count_probed(report: Report, what: str) -> int:
-    """The rows with more inner steps whose inner loss is `lower`, whose score is `worse`, or `both`; or all `rows`."""
+    """Count the probes with more inner steps: all `rows`, or those with a `lower` loss, a `worse` score, or `both`."""
     rows = [source.metrics for source in _find_probes(report) if source.metrics["probe"].startswith("steps=")]
     lower = [m["probed"]["inner_loss_after"] < m["unchanged"]["inner_loss_after"] for m in rows]
     worse = [_is_worse(m) for m in rows]
@@ -210,14 +217,14 @@ def _find_probes(report: Report) -> list[Source]:
 
 
 def _is_worse(metrics: Mapping[str, Any]) -> bool:
-    """Whether the top-1 with a probe is below that without it, and their intervals over the images do not meet."""
+    """Tell whether the probe lowers the top-1 such that the 95 % intervals over the images do not overlap."""
     states = (metrics["unchanged"], metrics["probed"])
     before, after = (share_interval(each[TOP1], each["held_out_images"]) for each in states)
     return after[1] < before[0]
 
 
 def list_distributions(report: Report) -> str:
-    """How well queries are told from keys and outputs from values, a row for each model, trained and untrained."""
+    """Tabulate how well a classifier separates queries from keys, and outputs from values, trained and untrained."""
     missing = "nothing is measured yet", "repro explain --probe distributions --weights WEIGHTS"
     found = report.results.require(lambda source: "told_apart_percent" in source.metrics, *missing)
     pairs = {

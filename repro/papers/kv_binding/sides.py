@@ -1,4 +1,4 @@
-"""Both sides of the equations of the paper in fp64: what is computed, and what is stated; see `formulas`.
+"""Both sides of the paper's equations in fp64, as pairs of tensors; see `formulas`.
 
 Row vectors, as in the paper: q, k, v (T, d) are rows, and a weight is (inputs, outputs).
 """
@@ -19,13 +19,13 @@ from ...models.muon import newton_schulz
 from ...models.vit3 import InnerTraining
 
 SEED, TOKENS, WIDTH = 0, 12, 8
-CHUNK = 3  # tokens of a chunk, where there are chunks
+CHUNK = 3  # tokens of a chunk
 GRID = (1, TOKENS)
 _RATE = 1 / (3 * TOKENS)  # s/N of ViT³'s heads
 
 
 def draw_operands() -> tuple:
-    """q, k, v (T, d), then three square weights with a variance of 1 over their inputs."""
+    """Draw q, k, v (T, d), then three weights (d, d) with variance 1/d."""
     generator = torch.Generator().manual_seed(SEED)
     tokens = torch.randn(3, TOKENS, WIDTH, generator=generator, dtype=torch.float64)
     weights = torch.randn(3, WIDTH, WIDTH, generator=generator, dtype=torch.float64) / WIDTH**0.5
@@ -33,7 +33,11 @@ def draw_operands() -> tuple:
 
 
 def draw_lact(step: str, **changes: Any) -> tuple:
-    """A loop of the ladder, its start, (q, k, v), rates and momentum: one image, one head, chunks of `CHUNK` tokens."""
+    """Draw the operands of a step of LaCT's ablation chain for one image and one head, with chunks of `CHUNK` tokens.
+
+    Returns:
+        (loop, initial weights, (q, k, v), rates or None, momentum or None); q, k, v are (1, 1, T, d).
+    """
     loop = InnerLoop(**{**LADDER[step], "chunk_size": CHUNK, **changes})
     q, k, v, first, last, second = draw_operands()
     generator = torch.Generator().manual_seed(1)
@@ -75,7 +79,7 @@ def _delta_rule() -> tuple:
 
 
 def _gated_unit(rate: float, damping: bool = False) -> tuple:
-    """Our gated unit after its step; and by the text, with φ_{t+1} from a gradient by autograd."""
+    """Compute the gated unit after one step by our learner, and by the text with φ_{t+1} from autograd."""
     q, k, v, gate, linear, _ = draw_operands()
     loop = InnerLoop(model="glu", scale=1 / 3, damping=damping)
     found = learn(loop, [linear[None], gate[None]], *(x[None, None] for x in (q, k, v)), (3, 4))[0, 0]
@@ -97,7 +101,7 @@ def _convolution() -> tuple:
     found = learn(loop, [kernel[None]], *(x[None, None] for x in (q, k, v)), grid)[0, 0]
 
     def windows(x: Tensor) -> Tensor:
-        """(T, d) -> (d, T, 9)."""
+        """Unfold the 3×3 neighbourhoods, (T, d) -> (d, T, 9)."""
         return F.unfold(x.mT.reshape(1, WIDTH, *grid), 3, padding=1).view(WIDTH, 9, TOKENS).mT
 
     scores = windows(q) @ windows(k).mT  # (d, T, T)
@@ -125,7 +129,7 @@ def _v6_of_lact() -> tuple:
 
 
 def _v6_of_vit3(step: str, factor: float, values: Callable[[Tensor, Tensor, Tensor], Tensor]) -> tuple:
-    """The heads of a step against q(W + factor · Σ kᵀ values(k, v, W))."""
+    """Compute the heads of a step of ViT³, and q(W + factor · Σ kᵀ values(k, v, W))."""
     q, k, v, W, *_ = draw_operands()
     training = InnerTraining(WIDTH, 1, step).double()
     with torch.no_grad():
@@ -135,7 +139,7 @@ def _v6_of_vit3(step: str, factor: float, values: Callable[[Tensor, Tensor, Tens
 
 
 def unroll_mlp(tokens: int, momentum: bool) -> tuple:
-    """The outputs of x -> SiLU(x Θ) W whose weights learn by autograd on each token; and by the theorem, (T, d)."""
+    """Compute the outputs (T, d) of x -> SiLU(x Θ) W, which learns by autograd on each token, and the theorem's."""
     q, k, v, first, last, _ = draw_operands()
     rate = 0.1
     decay = torch.zeros(tokens)
@@ -163,7 +167,12 @@ def unroll_mlp(tokens: int, momentum: bool) -> tuple:
 
 
 def _recur_lact(muon: bool, rates: bool = True) -> tuple:
-    """LaCT's recurrence by the paper's definitions, one matrix learned: the outputs, and what the derivations need."""
+    """Run LaCT's recurrence by the paper's definitions with one learned matrix.
+
+    Returns:
+        The outputs (T, d), and (q, k, v, initial weight, η, β, M) for the derived equations; β[i, j] is the product of
+        α_{i+1} ... α_j.
+    """
     q, k, v, start, _, _ = draw_operands()
     generator = torch.Generator().manual_seed(1)
     eta, alpha = torch.rand(2, TOKENS, generator=generator, dtype=q.dtype)
@@ -194,7 +203,10 @@ def _eq1(repaired: bool) -> tuple:
 
 
 def _coefficient(kind: str) -> tuple:
-    """Masked attention: the weight of i at t is `printed` η_i Σ_j β_i^j, `repaired` Σ_j η_j β_i^j, or `mask` β_i^t."""
+    """Compute masked attention and the recurrence without Muon.
+
+    The weight of token i at t is `printed` η_i Σ_j β_i^j, `repaired` Σ_j η_j β_i^j, or `mask` β_i^t.
+    """
     found, (q, k, v, start, eta, beta, _) = _recur_lact(muon=False, rates=kind != "mask")
     weights = {"printed": beta.cumsum(1) * eta[:, None], "repaired": (beta * eta).cumsum(1), "mask": beta}[kind]
     return q @ start + ((q @ k.mT) * weights.mT.tril()) @ v, found

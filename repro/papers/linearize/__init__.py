@@ -1,1 +1,1 @@
-"""The room of "Linearizing Vision Transformer with Test-Time Training", whose model is T5 (Transformer to TTT)."""
+"""The paper "Linearizing Vision Transformer with Test-Time Training", whose model is T5 (Transformer to TTT)."""

@@ -1,4 +1,4 @@
-"""Functions that the ledger of T5 calls: counts by the paper's convention, and what the text derives, measured in fp64."""
+"""Functions that the ledger of T5 calls: counts by the paper's convention, and checks of its equations in fp64."""
 
 import functools
 from fractions import Fraction
@@ -19,28 +19,31 @@ _WIDTH, _DEPTH, _TOKENS = 192, 12, 196  # of T5-T at 224²
 
 
 def recipe_setting(key: str) -> Any:
-    """A value of the release's recipe, which the text does not print: `epochs`, `optim.lr`."""
+    """Return a value of the release's recipe by its key path, e.g. `epochs` or `optim.lr`; the text prints none."""
     return RELEASED[key]
 
 
 def neighbours_macs_g(window: int) -> Fraction:
-    """Multiply-adds of neighbourhood attention in T5-T at 224², in units of 1e9: scores and sums over window² keys."""
+    """Return the multiply-adds (1e9) of neighbourhood attention in T5-T at 224².
+
+    Each token has scores and a weighted sum over window² keys.
+    """
     return Fraction(_DEPTH * 2 * _TOKENS * window**2 * _WIDTH, 10**9)
 
 
 def in_tenths(value: float) -> Fraction:
-    """A number as it is printed with one decimal."""
+    """Round a number to one decimal, as the paper prints it, and return it as an exact fraction."""
     return Fraction(round(10 * value), 10)
 
 
 @functools.cache
 def foreign_weights(inner: str) -> int:
-    """How many values of q, k, v and MLPs in a T5-T are not bit for bit the teacher's after it inherited them."""
+    """Count the values of q, k, v and MLPs of a T5-T that differ from the teacher's, bit for bit, after inheritance."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         teacher = build_model("t5_softmax_tiny_patch16_224")
         student = build_model("t5_tiny_patch16_224", inner=inner)
-    # constant starts, such as biases of 0, would be equal without inheritance
+    # parameters with a constant initial value, such as biases of 0, would be equal even without inheritance
     with torch.no_grad():
         for index, weight in enumerate(teacher.parameters()):
             weight.add_(torch.linspace(0.5, 1, weight.numel()).view_as(weight) + index)
@@ -51,14 +54,15 @@ def foreign_weights(inner: str) -> int:
 
 
 def identity_error(name: str) -> float:
-    """The error of an equation of the text in fp64, as a share of the largest value of what it states.
+    """Return the error of an equation of the text in fp64, relative to the largest value of the side that it states.
 
     `two_layers`: softmax attention is σ(q·W1)·W2 with W1 = Kᵀ, W2 = V and the row-wise softmax as σ.
     `single_layer`: linear attention is φ(q)·W with W = φ(K)ᵀV, each row divided by φ(q)·φ(K)ᵀ1.
-    `inner_step`: our two-layer inner learner is SiLU(q·W1')·W2' with W' = W − ∂L/∂W by autograd, L the mean of
-    −d^-½·⟨F(k), v⟩. `shifted_gradient`: ∂L/∂W1 at k + δ has, to the first order in δ, the term of the text and another
-    one of σ''. `instance_norm`: the norm of the keys is (k − mean)/√(var + ε) over the tokens, with the release's ε =
-    1. `half_neighbours`: with neighbourhood attention, a mixer's output is half of it and half of the inner learner's.
+    `inner_step`: our two-layer inner learner is SiLU(q·W1')·W2' with W' = W − ∂L/∂W by autograd; L is the mean of
+    −d^-½·⟨F(k), v⟩.
+    `shifted_gradient`: to first order in δ, ∂L/∂W1 at k + δ has the term of the text and a second one with σ''.
+    `instance_norm`: the norm of the keys is (k − mean)/√(var + ε) over the tokens, with the release's ε = 1.
+    `half_neighbours`: with neighbourhood attention, a mixer returns half of its output and half of the inner learner's.
 
     Raises:
         ValueError: another name.
@@ -67,9 +71,10 @@ def identity_error(name: str) -> float:
 
 
 def shift_error(what: str) -> float:
-    """By how much a mixer's output changes in fp64 when one vector is added to all keys, as a share of the largest.
+    """Return how much the output of attention changes in fp64 when one vector is added to all keys.
 
-    `softmax` is softmax attention; the other names are norms of the keys before a SwiGLU inner learner (`KeyNorm`).
+    The change is relative to the largest output. `what` is `softmax` for softmax attention, or a norm of the keys
+    (`KeyNorm`) before a SwiGLU inner learner.
     """
     q, k, v, delta = _draw()
     if what == "softmax":
@@ -83,14 +88,14 @@ def shift_error(what: str) -> float:
 
 
 def _draw() -> tuple:
-    """q, k, v (2, 12, 8) and a shift (8,) of the keys."""
+    """Draw q, k, v (2, 12, 8) and a shift (8,) of the keys in fp64."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 2, 12, 8, generator=generator, dtype=torch.float64)
     return q, k, v, torch.randn(8, generator=generator, dtype=torch.float64)
 
 
 def _fill(mixer: InnerMixer) -> None:
-    """Weights of the size of 1 in place of the small start, whose outputs vanish."""
+    """Replace the mixer's weights by larger random ones; with the small initial ones its outputs would vanish."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight in mixer.parameters():
@@ -136,7 +141,7 @@ def _shifted_gradient(_: Tensor, k: Tensor, v: Tensor, delta: Tensor) -> tuple:
         return torch.sigmoid(z) * (1 + z * (1 - torch.sigmoid(z)))
 
     def gradient(keys: Tensor) -> Tensor:
-        """∂/∂W1 of −vᵀ W2 σ(W1 k) by autograd; columns, as in the text."""
+        """Compute ∂/∂W1 of −vᵀ W2 σ(W1 k) by autograd; vectors are columns, as in the text."""
         W = W1.clone().requires_grad_()
         return torch.autograd.grad(-(v @ (W2 @ F.silu(W @ keys))), W, create_graph=True)[0]
 
@@ -157,7 +162,7 @@ def _half_neighbours(q: Tensor, k: Tensor, v: Tensor, _: Tensor) -> tuple:
         with torch.no_grad():
             return mixer.mix(q, k, v, (3, 4))
 
-    # a window as wide as both sides of the grid has every token, so that its attention is that of softmax
+    # this window covers the whole grid from every token, so neighbourhood attention equals softmax attention
     wide = 5
     near = _attend(q * q.shape[-1] ** -0.5, k, v)
     return mix(wide), 0.5 * mix(0) + 0.5 * near

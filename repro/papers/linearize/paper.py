@@ -1,4 +1,4 @@
-"""What the report needs of "Linearizing Vision Transformer with Test-Time Training", in one place."""
+"""The declaration of "Linearizing Vision Transformer with Test-Time Training" for the report."""
 
 from ...report.paper import load_paper
 from . import sections

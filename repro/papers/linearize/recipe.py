@@ -1,6 +1,6 @@
-"""How the release of the paper's authors (LeapLabTHU/Transformer-to-TTT, T5) linearizes a softmax model.
+"""The recipe of the authors' release (LeapLabTHU/Transformer-to-TTT, T5) to linearize a softmax model.
 
-The text at hand has no recipe for ImageNet-1K.
+The paper's text has no recipe for ImageNet-1K.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ RELEASED: dict[str, Any] = {
     "epochs": 30,
     "batch_size": 2048,
     "drop_path": 0.0,
-    "optim.lr": 8e-5,  # 2e-5 for each 512 images; the next two do not grow with the batch
+    "optim.lr": 8e-5,  # 2e-5 for each 512 images; the release does not scale the next two rates with the batch
     "optim.warmup_lr": 2e-8,
     "optim.min_lr": 2e-7,
     "optim.lr_batch_size": 2048,

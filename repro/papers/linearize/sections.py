@@ -1,4 +1,4 @@
-"""What the page of the linearization says besides the tables: what students recover, and where their tokens look."""
+"""The sections of the linearization's page besides the tables: the students' accuracy, and maps of their attention."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,11 @@ STATES = ("teacher", "before", "after")
 
 
 def list_students(report: Report) -> str:
-    """For each softmax model the accuracies of its students, best first; then the same models from random weights."""
+    """Tabulate the accuracies of each softmax model's students, best first, then of these models from random weights.
+
+    Raises:
+        Missing: no model is linearised.
+    """
     sources = report.results.sources
     found = report.results.require(
         lambda each: each.most_seeds and UNTRAINED in each.metrics and each.metrics.get("init"),
@@ -55,7 +59,7 @@ def list_students(report: Report) -> str:
 
 
 def _find_scratch(students: Sequence[Source], sources: Sequence[Source]) -> list[Source]:
-    """The trainings of the students' models from random weights on the same data, the shortest first."""
+    """Find the trainings of the students' models from random weights on the same data; the shortest comes first."""
     shared = {(each.metrics["model"], each.metrics["data"]) for each in students}
     trained = (each for each in sources if each.most_seeds and not each.metrics.get("init"))
     found = (each for each in trained if (each.metrics.get("model"), each.metrics.get("data")) in shared)
@@ -63,7 +67,7 @@ def _find_scratch(students: Sequence[Source], sources: Sequence[Source]) -> list
 
 
 def name_student(metrics: Mapping[str, Any]) -> str:
-    """The choices of a student in words; `metrics` are those of a record."""
+    """Describe a student's options in words; `metrics` are those of its record."""
     defaults = {"inner": "swiglu", "key_norm": "instance", "dwc": "qk", "neighbours": 0}
     chosen = {key: metrics["options"].get(key, value) for key, value in defaults.items()}
     near = f", neighbours {chosen['neighbours']}" if chosen["neighbours"] else ""
@@ -71,10 +75,12 @@ def name_student(metrics: Mapping[str, Any]) -> str:
 
 
 def list_layers(report: Report) -> str:
-    """By layer of each student: the shift of its keys, its reach, its peak, and how much of it is the teacher's."""
+    """Tabulate each layer of each student: the shift of its keys, reach and peak of its attention, and its overlap with
+    the teacher's attention.
+    """
 
     def show(key: str, form: str, even: str | None = None, states: tuple[str, ...] = STATES) -> Callable[..., str]:
-        """What shows a number of a layer in each state, and what it is of a token that looks everywhere alike."""
+        """Return a column with a layer's value in each state, and with `even` its value for uniform attention."""
 
         def cell(row: tuple[Source, int]) -> str:
             source, layer = row
@@ -98,7 +104,11 @@ def list_layers(report: Report) -> str:
 
 
 def find_attention(report: Report, key: str) -> int | str:
-    """A number of the first record; or all `layers`, those where a student looks `farther`, or its peak is `lower`."""
+    """Return a field of the first record, or a count of layers over all students.
+
+    `layers` counts all of them; `farther` and `lower` count those whose reach is larger, or whose peak is lower, than
+    the teacher's.
+    """
     layers = _find_layers(report)
     if key == "layers":
         return len(layers)
@@ -110,7 +120,7 @@ def find_attention(report: Report, key: str) -> int | str:
 
 
 def _find_layers(report: Report) -> list[tuple[Source, int]]:
-    """Every layer of every student whose attention was measured."""
+    """Return (record, layer) for every layer of every student whose attention was measured."""
     found = report.results.require(
         lambda source: source.metrics.get("by_layer") and source.metrics.get("teacher_hash"),
         "no attention is measured yet",
@@ -144,9 +154,12 @@ def _list_columns(teacher: Source | None, report: Report) -> dict[str, Callable[
 
 
 def weigh_inheritance(report: Report) -> str:
-    """How far a student is from its model from random weights, a line for each such training over several seeds.
+    """Compare students with the same models trained from random weights, a line for each pair over several seeds.
 
-    The students are those of the same choices that were trained whole.
+    Only students with the same options whose weights were all trained are compared.
+
+    Raises:
+        Missing: there is no such pair.
     """
     sources = report.results.sources
     students = [each for each in sources if each.most_seeds > 1 and UNTRAINED in each.metrics]

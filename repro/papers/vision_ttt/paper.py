@@ -1,4 +1,4 @@
-"""What the report needs of Vision-TTT, in one place."""
+"""The declaration of Vision-TTT for the report."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What CIFAR-10 says after 6 epochs: the questions of cifar10.yaml, and verdicts once their five seeds are there.
+"""The results on CIFAR-10 after 6 epochs: the questions of cifar10.yaml, with a verdict once all seeds are trained.
 
 No difference, p-value or verdict is computed before every model of a question has all its seeds.
 """
@@ -24,8 +24,8 @@ from ...report.ordering import ALPHA, TOP1, compare_pairs, holm, round_off
 from ...report.variants import count_macs
 
 FIGURE = "cifar10_pairs.png"
-TIE = 1.2  # points on tune that 5,000 images cannot tell apart
-POINT = 1.0  # the margin of equality
+TIE = 1.2  # points of Top-1 on tune; its 5,000 images cannot separate learning rates that lie closer
+POINT = 1.0  # the margin of equivalence in points of Top-1
 DRAWS = 2000  # of the bootstrap
 # model of cifar10.yaml -> the row of the paper with its accuracy on ImageNet-1K; the controls have none
 _ROWS = {
@@ -36,9 +36,11 @@ _ROWS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
-    """A model of the questions: the files of its seeds and of its search.
+    """A model of the questions, with its trainings and its search of the learning rate.
 
-    `seeds`: seed -> file; `trials`: learning rate -> Top-1 in percent on tune.
+    Args:
+        seeds: seed -> content of its result file.
+        trials: learning rate -> Top-1 in percent on tune.
     """
 
     name: str
@@ -47,18 +49,18 @@ class Model:
 
     @property
     def top1(self) -> dict[int, float]:
-        """Seed -> Top-1 in percent on the test images."""
+        """Return seed -> Top-1 in percent on the test images."""
         return {seed: found[TOP1] for seed, found in self.seeds.items()}
 
     @property
     def processors(self) -> dict[int, str]:
-        """Seed -> the processor that trained it."""
+        """Return seed -> the name of the processor that trained it."""
         return {seed: found["device"]["cpu"] for seed, found in self.seeds.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Judged:
-    """A pair of models over their common seeds, in points of Top-1."""
+    """The verdict on a pair of models over their common seeds, in points of Top-1."""
 
     first: str
     second: str
@@ -71,12 +73,12 @@ class Judged:
 
 @functools.cache
 def load_photographs() -> dict[str, Any]:
-    """The content of cifar10.yaml."""
+    """Read cifar10.yaml."""
     return load_yaml(Path(__file__).with_name("cifar10.yaml"))
 
 
 def find_models(paths: Paths, questions: Mapping[str, Any]) -> dict[str, Model]:
-    """Read what results/seeds holds of every model that the questions name, in their order.
+    """Read the seeds and trials in results/seeds of every model that the questions name, in their order.
 
     Raises:
         UserError: seeds of different commits, data or recipes, which cannot be compared.
@@ -111,17 +113,17 @@ def find_models(paths: Paths, questions: Mapping[str, Any]) -> dict[str, Model]:
 
 
 def list_pairs(question: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """All pairs that a question names, with those that are shown without a verdict."""
+    """Return all pairs that a question names, including those that are shown without a verdict."""
     return [(first, second) for kind in ("pairs", "not_worse", "shown") for first, second in question.get(kind, ())]
 
 
 def is_finished(question: Mapping[str, Any], models: Mapping[str, Model], seeds: Sequence[int]) -> bool:
-    """Whether every model of a question has all the seeds that were named before the run."""
+    """Tell whether every model of a question has all the registered seeds."""
     return all(set(models[name].seeds) >= set(seeds) for pair in list_pairs(question) for name in pair)
 
 
 def judge_pairs(question: Mapping[str, Any], models: Mapping[str, Model]) -> list[Judged]:
-    """Judge the pairs of a finished question as cifar10.yaml says."""
+    """Judge the pairs of a finished question by the rules of cifar10.yaml."""
     asked, not_worse, shown = (
         [(first, second) for first, second in question.get(kind, ())] for kind in ("pairs", "not_worse", "shown")
     )
@@ -136,6 +138,7 @@ def judge_pairs(question: Mapping[str, Any], models: Mapping[str, Model]) -> lis
         values, drawn = [first.top1[seed] - second.top1[seed] for seed in first.top1], bootstrap(first, second)
         if pair in asked:
             is_seen = each.p < ALPHA and drawn[0] * drawn[1] > 0
+            # as cifar10.yaml registered: where the models ran on different CPUs, the unpaired test must agree
             if first.processors != second.processors:
                 is_seen = is_seen and welch[pair] < ALPHA
             apart = "seen" if each.difference > 0 else "contradicted"
@@ -152,9 +155,9 @@ def judge_pairs(question: Mapping[str, Any], models: Mapping[str, Model]) -> lis
 
 
 def bound_below(values: Sequence[float], least: float = 0.0) -> float:
-    """The lower end of the one-sided 95 % interval of the mean, by Student's t.
+    """Return the lower end of the one-sided 95 % interval of the mean, by Student's t.
 
-    `least`: the standard deviation of values that are closer to each other than they are written.
+    `least` is a lower bound of the standard deviation, for values that differ by less than their rounding.
     """
     from scipy.stats import t as student
 
@@ -163,14 +166,14 @@ def bound_below(values: Sequence[float], least: float = 0.0) -> float:
 
 
 def is_equal(values: Sequence[float], margin: float = POINT, least: float = 0.0) -> bool:
-    """Whether two one-sided t tests, each at 5 %, place the mean between −margin and margin."""
+    """Tell whether two one-sided t tests (TOST), each at 5 %, place the mean between −margin and margin."""
     return all(bound_below(signed, least) > -margin for signed in (values, [-value for value in values]))
 
 
 def bootstrap(first: Model, second: Model, draws: int = DRAWS) -> tuple[float, float]:
-    """The 95 % interval of the difference in points when seeds and images are drawn anew, both with replacement.
+    """Return the 95 % bootstrap interval of the difference in points, with seeds and images drawn with replacement.
 
-    A draw takes the same seeds and the same images of both models, which saw them in pairs.
+    Each draw takes the same seeds and images of both models, because they are paired.
     """
     import numpy as np
 
@@ -185,7 +188,7 @@ def bootstrap(first: Model, second: Model, draws: int = DRAWS) -> tuple[float, f
 
 
 def _read_hits(model: Model, seed: int) -> Any:
-    """1 for each image of the test split that is classified rightly, else 0, as a NumPy array."""
+    """Return an int8 array with 1 for each test image that is classified correctly, else 0."""
     import numpy as np
 
     found = model.seeds[seed]
@@ -193,7 +196,7 @@ def _read_hits(model: Model, seed: int) -> Any:
 
 
 def _test_unpaired(first: Model, second: Model) -> float:
-    """The two-sided p-value of Welch's t test over the seeds; 1 where all scores are equal."""
+    """Return the two-sided p-value of Welch's t test over the seeds; 1 if both models have the same scores."""
     from scipy import stats
 
     values = [list(model.top1.values()) for model in (first, second)]
@@ -205,9 +208,9 @@ def _count_images(models: Mapping[str, Model]) -> int:
 
 
 def _printed_difference(ledger: Ledger, first: str, second: str) -> float | None:
-    """By how many points of Top-1 on ImageNet-1K the paper prints the first above the second; None for a control.
+    """Return the paper's Top-1 of the first model minus that of the second, in points on ImageNet-1K.
 
-    Vittt is the last row of Table 3, too.
+    The result is None for a control. Vittt is the last row of Table 3, so it can be compared with rows of both tables.
     """
     if first not in _ROWS or second not in _ROWS:
         return None
@@ -216,7 +219,7 @@ def _printed_difference(ledger: Ledger, first: str, second: str) -> float | None
 
 
 def list_photographs(report: Report) -> str:
-    """Accuracies of all models so far, then each question: its verdicts, or how many of its trainings are there."""
+    """Write the accuracies of all models so far, then the verdicts of each question, or how many trainings it has."""
     questions = load_photographs()
     models = find_models(report.results.paths, questions)
     blocks = [count_trainings(report), _list_accuracies(models)]
@@ -236,12 +239,12 @@ def list_photographs(report: Report) -> str:
 
 
 def find_commit(_: Report) -> str:
-    """The commit whose code trains all models, in short."""
+    """Return the short hash of the commit whose code trains all models."""
     return load_photographs()["commit"][:8]
 
 
 def count_trainings(report: Report) -> str:
-    """How much of what was registered has run, in a sentence."""
+    """Write in a sentence how many of the registered trainings and trials have run."""
     questions = load_photographs()
     models = find_models(report.results.paths, questions).values()
     seeds, trials = sum(len(each.seeds) for each in models), sum(len(each.trials) for each in models)
@@ -268,7 +271,7 @@ def _list_accuracies(models: Mapping[str, Model]) -> str:
 
 
 def _show_rates(trials: Mapping[float, float]) -> str:
-    """The best rate of a search, and each other one that so few images cannot tell from it."""
+    """Show the best learning rate of a search, and those within `TIE` of it."""
     if not trials:
         return "–"
     best = max(sorted(trials), key=lambda rate: trials[rate])
@@ -315,7 +318,7 @@ def draw_pairs(path: Path, judged: Sequence[Judged], ledger: Ledger) -> Path:
 
 
 def plan_photographs(report: Report) -> dict[str, Any]:
-    """The forest plot of the finished questions; none before one is finished."""
+    """Plan the forest plot of the finished questions; there is none before one is finished."""
     questions = load_photographs()
     models = find_models(report.results.paths, questions)
     asked = [each for each in questions["questions"].values() if is_finished(each, models, questions["seeds"])]

@@ -1,4 +1,4 @@
-"""Which published weights Table 1 can be compared with, and what it prints for them."""
+"""The published weights that Table 1 can be compared with, and the accuracies that it prints for them."""
 
 import timm
 
@@ -8,7 +8,11 @@ from .paper import PAPER
 
 
 def find_table1_models() -> tuple[list[tuple[Published, int]], dict[str, list[str]]]:
-    """The rows of Table 1 that published weights can fill, with their image side; reason -> labels of the others."""
+    """Find the rows of Table 1 for which comparable weights are published.
+
+    Returns:
+        (weights, image side in pixels) of each such row, and reason -> labels of the other rows.
+    """
     found: list[tuple[Published, int]] = []
     left_out: dict[str, list[str]] = {}
     for row in PAPER.ledger.table("table1").records.values():
@@ -27,6 +31,6 @@ def find_table1_models() -> tuple[list[tuple[Published, int]], dict[str, list[st
 
 
 def find_table1_top1(model: str, image_size: int) -> str | None:
-    """The accuracy in percent that Table 1 prints for a model at an image side in pixels; None if it has no such row."""
+    """Return the Top-1 in percent that Table 1 prints for a model at an image side in pixels; None without a row."""
     rows = PAPER.ledger.table("table1").records.values()
     return next((row["top1_percent"] for row in rows if (row["model"], row["size"]) == (model, str(image_size))), None)

@@ -1,4 +1,4 @@
-"""The readings of the paper: what each alternative does to the printed counts; docs/readings.md explains them."""
+"""The readings (interpretations) of the paper and the printed counts that each fits; docs/readings.md explains them."""
 
 import copy
 import dataclasses
@@ -21,13 +21,13 @@ _DESIGNS = ("ttt_layer", "share_qk", "gating", "conv1d", "dual", "conv2d")
 _SIZES = {"t": "vittt_tiny_patch16_224", "s": "vittt_small_patch16_224", "b": "vittt_base_patch16_224"}
 
 
-# switches, or values of them, by which Vittt itself stays the same model
+# switches, or values of them, that change variants only and leave Vittt itself the same model
 _SAME_VITTT = {"conv1d_arrival", "dwconv_class_tokens", "positions=patches_and_class"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One choice, as readings.yaml explains it; the head of that file describes the keys."""
+    """A choice that the paper leaves open; the head of readings.yaml describes the fields."""
 
     switch: str
     asks: str
@@ -38,12 +38,12 @@ class Choice:
 
     @property
     def default(self) -> str:
-        """The value that was taken, as text."""
+        """Return the value that this project takes, as text."""
         return next(iter(self.values))
 
     @property
     def alternatives(self) -> tuple[str, ...]:
-        """The other values, each as the text of a reading."""
+        """Return the other values, each as the text of a reading, `switch=value`."""
         return tuple(f"{self.switch}={value}" for value in list(self.values)[1:])
 
 
@@ -54,23 +54,23 @@ class _File:
 
 @functools.cache
 def load_choices() -> tuple[Choice, ...]:
-    """Every choice, in the order of readings.yaml."""
+    """Read every choice, in the order of readings.yaml."""
     return build(_File, {"choices": load_yaml(FILE, list)}, FILE.name).choices
 
 
 def list_alternatives() -> list[str]:
-    """The text of each reading that differs from ours in one switch."""
+    """Return the text of each reading that differs from ours in one switch."""
     return [text for choice in load_choices() for text in choice.alternatives]
 
 
 def pair_readings(texts: Iterable[str]) -> list[str]:
-    """The texts of readings that take two of some alternatives, of two switches."""
+    """Combine the texts of readings into pairs of alternatives of two different switches."""
     pairs = itertools.combinations(texts, 2)
     return [f"{a},{b}" for a, b in pairs if a.partition("=")[0] != b.partition("=")[0]]
 
 
 def list_trained() -> dict[str, str]:
-    """Name -> text of the readings, `ours` first, that make Vittt itself, and not its variants alone, another model."""
+    """Return name -> text of the readings that change Vittt itself and not only its variants, with `ours` first."""
     texts = [
         text for text in list_alternatives() if text not in _SAME_VITTT and text.partition("=")[0] not in _SAME_VITTT
     ]
@@ -78,10 +78,11 @@ def list_trained() -> dict[str, str]:
 
 
 def count_reading(reading: Any) -> dict[str, dict[str, float]]:
-    """The {params_m, macs_g} of the models of a `repro.models.reading.Reading`, each by the id of the ledger's entry.
+    """Count {params_m, macs_g} of the models of a `repro.models.reading.Reading`, each by the id of the ledger's entry.
 
-    The parameters are those of Table 3's six designs, of Vittt-S and Vittt-B, of the 3×3 convolution of each size, and
-    those that sharing Q and K saves; the multiply-adds are those of the designs and of Vittt-S and Vittt-B at 224×224.
+    Parameters (1e6) are counted for the six designs of Table 3, for Vittt-S and Vittt-B, for the 3×3 convolution of
+    each size, and for the saving by sharing Q and K. Multiply-adds (1e9, at 224×224) are counted for the designs, Vittt-S
+    and Vittt-B.
     """
     params, macs, dwconv = {}, {}, {}
     for name, model in _build_models().items():
@@ -98,13 +99,14 @@ def count_reading(reading: Any) -> dict[str, dict[str, float]]:
 
 
 def fit_readings(ledger: Ledger) -> dict[str, Any]:
-    """How many of the printed counts each reading fits, by rounding or by truncation.
+    """Count the printed numbers that each reading fits, by rounding or by truncation.
 
     Returns:
-        {readings: {text: {params_m, params_fit, params_truncated, macs_g, macs_fit, macs_truncated, missed}}, pairs:
-        the same for the pairs of those alternatives that change a count, params_entries, macs_entries}: numbers of
-        Vittt-T, how many entries fit, how many of those by truncation alone, and the ids of those that do not. The text
-        of our reading is empty.
+        `readings`: text -> {params_m, params_fit, params_truncated, macs_g, macs_fit, macs_truncated, missed}: the
+            counts of Vittt-T, how many entries of the ledger fit, how many of those by truncation alone, and the ids of
+            the entries that do not fit. The text of our reading is empty.
+        `pairs`: the same for pairs of those alternatives that change a count.
+        `params_entries`, `macs_entries`: the numbers of entries.
     """
     from ...models.reading import Reading
 
@@ -118,7 +120,7 @@ def fit_readings(ledger: Ledger) -> dict[str, Any]:
 
 
 def record_fits(paths: Paths) -> None:
-    """Write results/readings/metrics.json, see `fit_readings`, and print how many readings fit."""
+    """Write results/readings/metrics.json (see `fit_readings`), and print how many readings fit."""
     started = time.monotonic()
     ledger = load_ledger(LEDGER_FILE)
     found = fit_readings(ledger)
@@ -147,7 +149,7 @@ def _fit(reading: Any, ledger: Ledger) -> dict[str, Any]:
 
 @functools.cache
 def _build_models() -> dict[str, Any]:
-    """The six designs of Vittt-T, by name, and Vittt-S and Vittt-B as `s` and `b`, without memory for their weights."""
+    """Build the six designs of Vittt-T by name, and Vittt-S and Vittt-B as `s` and `b`, on the meta device."""
     import torch
 
     from ...models.registry import build_model

@@ -1,4 +1,4 @@
-"""Every choice that the paper leaves: what was taken and why, and what the others do."""
+"""The page of choices that the paper leaves open: the value taken, the reason, and the effect of the alternatives."""
 
 import dataclasses
 import functools
@@ -16,14 +16,14 @@ from ...report.results import Missing
 from .readings import Choice, list_trained, load_choices
 
 FIXED_FILE = Path(__file__).with_name("fixed_choices.yaml")
-# the choices that were decided by which value fits the paper's printed parameters, as their `because` says
+# the choices whose value was chosen to fit the paper's printed parameters; their `because` says so
 BY_COUNTS = ("conv1d_arrival", "dwconv_bias", "learning_rate", "swiglu_bias")
 _Trained = Mapping[str, Source]  # text of a reading -> the record of its training
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FixedChoice:
-    """A choice that no switch turns, as fixed_choices.yaml explains it; the head of that file describes the keys."""
+    """A choice without a switch; the head of fixed_choices.yaml describes the fields."""
 
     asks: str
     says: tuple[tuple[str, ...], ...]
@@ -41,13 +41,13 @@ class _File:
 
 @functools.cache
 def load_fixed_choices() -> tuple[FixedChoice, ...]:
-    """Every choice that no switch turns, in the order of fixed_choices.yaml."""
+    """Read every choice without a switch, in the order of fixed_choices.yaml."""
     return build(_File, {"choices": load_yaml(FIXED_FILE, list)}, FIXED_FILE.name).choices
 
 
 def describe_choices(report: Report) -> str:
-    """Each choice under a heading: what the paper says, what was taken and why, and the alternatives; those with a
-    switch first.
+    """Write each choice under a heading, those with a switch first: the paper's words, our value, the reason, and the
+    alternatives.
     """
     blocks: list[str] = []
     for choice in load_choices():
@@ -71,12 +71,12 @@ def _describe_choice(choice: Choice | FixedChoice, taken: str, instead: str) -> 
 
 
 def describe_fitted(report: Report) -> str:
-    """What of the model was chosen by the printed parameters, in a clause."""
+    """Write in a clause how much of the model was chosen to fit the printed parameters."""
     return f"{len(BY_COUNTS)} of {len(load_choices())} documented readings, and the MLP's width, were chosen by these counts"
 
 
 def list_readings(report: Report) -> str:
-    """A row for each value of each choice: what it counts, and how accurate it is where that was trained."""
+    """Tabulate each value of each choice: its counts, and its accuracy if it was trained."""
     fits, trained = _find_fits(report), find_trained(report)
     pairs = _compare_trained(trained)
     header = ["reading", "", "parameters of Vittt-T (M)", "printed counts that fit", "multiply-adds (G)", "that fit"]
@@ -99,7 +99,12 @@ def list_readings(report: Report) -> str:
 
 
 def count_fits(report: Report, what: str) -> int:
-    """How many `alternatives`, how many fit `as_many` parameters as ours or `fewer`; the `best` of multiply-adds."""
+    """Return a count of the fits, or a field of our own reading's fit.
+
+    `alternatives` counts all alternatives; `as_many` and `fewer` count those that fit at least as many printed
+    parameters as our reading, or fewer. `best` is the largest number of fitting multiply-adds of any reading or pair.
+    `params_entries` and `macs_entries` are the numbers of printed counts.
+    """
     fits = _find_fits(report)
     ours = fits["readings"][""]
     alternatives = [row for text, row in fits["readings"].items() if text]
@@ -116,7 +121,7 @@ def count_fits(report: Report, what: str) -> int:
 
 
 def name_rounded(report: Report) -> str:
-    """The readings by which all counts of parameters fit by rounding alone."""
+    """List the readings with which all printed parameters fit by rounding alone."""
     fits = _find_fits(report)
     exact = {"params_fit": fits["params_entries"], "params_truncated": 0}
     rows = {**fits["readings"], **fits["pairs"]}
@@ -125,7 +130,11 @@ def name_rounded(report: Report) -> str:
 
 
 def describe_trained(report: Report) -> str:
-    """What was trained, which alternatives differ, and what chance alone would make."""
+    """Write what was trained, which alternatives differ from ours, and how large a spread chance alone would give.
+
+    Raises:
+        Missing: no two readings are trained over two seeds.
+    """
     trained = find_trained(report)
     pairs = _compare_trained(trained)
     if not pairs:
@@ -155,8 +164,9 @@ def _find_fits(report: Report) -> Mapping[str, Any]:
 
 
 def find_trained(report: Report) -> _Trained:
-    """Text of a reading -> the record of the cell `reading_<name>_digits_3s`, those that were trained as ours was; empty
-    without that of ours. Of two records of a cell the pipeline's counts.
+    """Return text of a reading -> record of the cell `reading_<name>_digits_3s`, if its recipe is that of our reading.
+
+    The result is empty if our reading has no record. Of two records of a cell, the pipeline's counts.
     """
     found = {source.place: source for source in reversed(report.results.sources)}
     cells = {text: f"ablate/reading_{name.replace('.', '_')}_digits_3s" for name, text in list_trained().items()}
@@ -166,7 +176,7 @@ def find_trained(report: Report) -> _Trained:
 
 
 def _compare_trained(trained: _Trained) -> dict[str, Pair]:
-    """Text of a reading -> how much better it is than ours, over the seeds that all have; empty without two seeds."""
+    """Return text of a reading -> its difference to ours over their common seeds; empty without two seeds."""
     others = [(text, "") for text in trained if text]
     found = compare_trainings(trained, others) if others else ()
     return {pair.better: pair for pair in found if pair.interval}

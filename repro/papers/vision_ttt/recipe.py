@@ -1,11 +1,11 @@
-"""How Appendix D of the paper trains a classifier; where it is silent, by DeiT's augmentation and Swin's defaults."""
+"""The paper's recipe for classifiers (Appendix D); where it is silent, DeiT's augmentation and Swin's defaults."""
 
 from typing import Any
 
 from ..recipe import BF16, NO_REPEATS, OWN_CHOICES, PAPER_HAS, Printed
 
-# Where a value comes from. The paper prints no numbers for the augmentation, which is DeiT's, and says that its code is
-# Swin's.
+# Sources of the values. The paper prints no numbers for the augmentation, only that it is DeiT's, and says that its
+# code is based on Swin's.
 VARIED = "the paper has {} (and varies it in its ablations)"
 RANDOM = "the paper has random weights"
 DEIT = "the paper has DeiT's {}"
@@ -25,7 +25,7 @@ SAID: dict[str, dict[str, Any]] = {
         "optim.warmup_epochs": 20,
         "transform.image_size": 224,
     },
-    # Tables 3 and 4, Fig. 7; left out, they are the models' defaults
+    # Tables 3 and 4, Fig. 7; these are also the models' defaults
     VARIED: {
         "options.design": "conv2d",
         "options.pool": "mean",
@@ -43,8 +43,8 @@ SAID: dict[str, dict[str, Any]] = {
         "mix.prob": 1.0,
         "mix.switch_prob": 0.5,
     },
-    # config.py; its rates are stated at batch 512, half of these; Swin-T, S and B themselves have drop path 0.2, 0.3,
-    # 0.5
+    # Swin's config.py, which states learning rates at batch 512, half of these; Swin-T, S and B themselves override its
+    # drop path by 0.2, 0.3 and 0.5
     SWIN: {
         "optim.warmup_lr": 1e-6,
         "optim.min_lr": 1e-5,

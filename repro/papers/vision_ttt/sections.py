@@ -1,5 +1,5 @@
-"""What the page of Vision-TTT says besides the tables: its FLOPs, its figures of interpretability in numbers, Fig. 7,
-and what profiles/night.yaml has shown: a slot for each score and for each pair that was named before the run.
+"""The sections of Vision-TTT's page besides the tables: FLOPs, the figures of interpretability in numbers, Fig. 7, and
+the results of profiles/night.yaml, with a slot for each score and each pair that was named before the run.
 """
 
 import functools
@@ -25,16 +25,14 @@ from ...report.variants import Group
 from ..recipe import PAPER_HAS, TRAIN_IMAGES
 from .recipe import SAID
 
-COUNTERS_FILE = Path(__file__).with_name("flop_counters.csv")  # of a search that is no longer in the code
+COUNTERS_FILE = Path(__file__).with_name("flop_counters.csv")  # written by a search that is no longer in the code
 _DESIGNS = ("Vanilla TTT", "+ Dual", "+ Conv2d")  # as Fig. 8 names them
-FAR = (
-    10.0  # so many points below the best record of its model and data, a model has not learnt what its figure is about
-)
-UTILISATION = 0.3  # of a GPU's peak that training reaches
+FAR = 10.0  # points of Top-1; a model so far below the best record of its kind has not learnt enough for its figure
+UTILISATION = 0.3  # assumed share of a GPU's peak that training reaches
 TURN = 30  # the epoch by which the paper's loss has turned (Fig. 11)
 NOT_SEEN = "not seen in this small model"
-# what the paper says, our numbers, whether they agree: None where nothing can be said, and `NOT_SEEN` where the small
-# model may show what the paper says, and cannot refute it
+# (the paper's statement, our numbers, whether they agree). None: nothing can be said. `NOT_SEEN`: the small model could
+# have confirmed the statement but cannot refute it.
 _Finding = tuple[str, str, bool | str | None]
 
 
@@ -42,13 +40,13 @@ _WORDS = {True: "for the paper", False: "against the paper", None: "open"}
 
 
 def find_counter(_: Report, key: str, counter: str | None = None) -> int:
-    """What a search found behind the paper's FLOPs of its own model: a number of a counter, or of the first one."""
+    """Return a field of a FLOP counter that a search compared with the paper's FLOPs; of the first one by default."""
     rows = read_csv(COUNTERS_FILE)
     return next(row[key] for row in rows if counter in (None, row["counter"]))
 
 
 def describe_models(report: Report) -> str:
-    """The models that the figures are of: where they were trained, and how accurate they are."""
+    """Describe the models that the figures show: where they were trained, and their accuracies."""
     source = _find(report)
     m = source.metrics
     fields, unlearnt = m["receptive_fields"], _find_unlearnt(report)
@@ -58,10 +56,10 @@ def describe_models(report: Report) -> str:
 
 
 def estimate_gpu_hours(report: Report) -> str:
-    """How long Vittt-T, S and B take to train on ImageNet-1K as Appendix D says, at `UTILISATION` of an H100's peak.
+    """Estimate the hours to train Vittt-T, S and B on ImageNet-1K by Appendix D, at `UTILISATION` of an H100's peak.
 
-    A multiply-add is two operations, and the backward pass takes twice those of the forward pass. Data are taken to be
-    read in time.
+    A multiply-add is two operations, and the backward pass has twice those of the forward pass. Loading of data is
+    assumed to cost nothing.
     """
     macs_g = sum(float(report.verdicts[f"table1.vittt_{size}.macs_g"].ours or 0) for size in "tsb")
     operations = 3 * 2e9 * macs_g * SAID[PAPER_HAS]["epochs"] * TRAIN_IMAGES
@@ -69,7 +67,7 @@ def estimate_gpu_hours(report: Report) -> str:
 
 
 def list_findings(report: Report) -> str:
-    """The paper's figures of interpretability as numbers of our trained models: for, against, or not seen in them."""
+    """Tabulate the paper's statements on its interpretability figures, our trained models' numbers, and verdicts."""
     m = _find(report).metrics
     rows = []
     counts: Counter[str] = Counter()
@@ -144,7 +142,7 @@ def _of_losses(m: Mapping[str, Any]) -> list[_Finding]:
 
 
 def _find_unlearnt(report: Report) -> dict[str, str]:
-    """Model of a receptive field -> in words, that a better record of the same model and data exists by far."""
+    """Return model of a receptive field -> a clause, for models `FAR` below the best record of their model and data."""
     found = {}
     for name, entry in _find(report).metrics["receptive_fields"].items():
         if (source := _find_trained(report, entry)) is None:
@@ -161,14 +159,14 @@ def _find_unlearnt(report: Report) -> dict[str, str]:
 
 
 def _find_trained(report: Report, entry: Mapping[str, Any]) -> Source | None:
-    """The record of the training whose weights a figure shows."""
+    """Find the record of the training whose weights a figure shows."""
     paths = report.results.paths
     record = paths.find_record(paths.root / entry.get("weights", ""))
     return record and report.results.find(record.relative_to(paths.root).as_posix())
 
 
 def _accuracy(report: Report, entry: Mapping[str, Any]) -> str:
-    """The accuracy of the model whose weights a figure shows."""
+    """Show the accuracy of the model whose weights a figure shows."""
     source = _find_trained(report, entry)
     return format_scores(source.metrics, {TOP1: ""}, 1) if source else "unknown"
 
@@ -180,12 +178,12 @@ def _find(report: Report) -> Source:
 
 @functools.cache
 def load_questions() -> dict[str, Any]:
-    """The content of night.yaml."""
+    """Read night.yaml."""
     return load_yaml(Path(__file__).with_name("night.yaml"))
 
 
 def list_night_scores(report: Report) -> str:
-    """Top-1 of every model of the night on each data set; `–` for what is not trained."""
+    """Tabulate the Top-1 of every model of night.yaml on each data set; `–` for untrained models."""
     questions = load_questions()
     rows = []
     for name in questions["models"]:
@@ -195,7 +193,7 @@ def list_night_scores(report: Report) -> str:
 
 
 def list_night_power(report: Report) -> str:
-    """What the night can show: the smallest difference that its seeds and pairs detect, at each spread."""
+    """Tabulate the smallest difference that the seeds and pairs of night.yaml can detect at each spread."""
     questions, rows = load_questions(), []
     for about in questions["data"].values():
         for place in about["tables"]:
@@ -207,13 +205,13 @@ def list_night_power(report: Report) -> str:
 
 
 def detectable(about: Mapping[str, Any], place: str, spread: float) -> float:
-    """Return the smallest difference that the night sees in a table on one of its data sets, in points."""
+    """Return the smallest difference in points that the seeds of a data set can detect among the pairs of a table."""
     questions = load_questions()
     return detectable_difference(about["seeds"], len(questions["pairs"][place]), spread, power=questions["power"])
 
 
 def list_night_pairs(report: Report) -> str:
-    """The pairs of each table on each data set, with their verdicts; `–` where a model of the table is not trained."""
+    """Tabulate the pairs of each table on each data set with their verdicts; `–` if one of its models is untrained."""
     questions = load_questions()
     rows = []
     for data, about in questions["data"].items():
@@ -232,15 +230,17 @@ def list_night_pairs(report: Report) -> str:
 
 
 def printed_difference(ledger: Ledger, better: str, worse: str) -> float:
-    """Return by how many points of Top-1 the paper prints a model of the night above another, on ImageNet-1K."""
+    """Return the paper's Top-1 of one model of night.yaml minus that of another, in points on ImageNet-1K."""
     rows = [load_questions()["models"][name]["row"] for name in (better, worse)]
     first, second = (float(ledger.entries[f"{row}.{TOP1}"].printed or "") for row in rows)
     return first - second
 
 
 def _judge(report: Report, data: str, pairs: list[list[str]]) -> dict[tuple[str, str], Pair]:
-    """Pair -> its verdict on a data set; none before all models are trained, `Missing` where trained or searched
-    unlike.
+    """Return pair -> its verdict on a data set; empty before all models are trained.
+
+    Raises:
+        Missing: the models differ in their training or in the number of trials of their search.
     """
     questions = load_questions()
     names = dict.fromkeys(name for pair in pairs for name in pair)
@@ -264,19 +264,19 @@ def _judge(report: Report, data: str, pairs: list[list[str]]) -> dict[tuple[str,
 
 
 def _count_trials(report: Report, name: str, data: str) -> int:
-    """How many trainings the search of a model's rate took; the most where several machines searched, 0 without."""
+    """Count the trainings of the search of a model's learning rate: the most of any machine; 0 without a search."""
     place = f"tune/{load_questions()['models'][name]['cell'].rpartition('/')[2]}_{data}"
     found = [each for each in report.results.sources if each.place == place and "trials" in each.metrics]
     return max((len(each.metrics["trials"]) for each in found), default=0)
 
 
 def _find_training(report: Report, name: str, data: str) -> Source | None:
-    """The record of a model on a data set of the night."""
+    """Find the record of a model on a data set of night.yaml."""
     source = report.results.find(f"results/{load_questions()['models'][name]['cell']}_{data}/metrics.json")
     return source if source is not None and source.metrics["kind"] == data else None
 
 
-# the panels of Fig. 7 -> variant -> its label, the axis, and what the paper's text says of the panel
+# panel of Fig. 7 -> (variant -> label of its tick, label of the axis, the paper's statement on the panel)
 PANELS = {
     "Fig. 7(a)": (
         {"chunk4": "4", "chunk8": "8", "conv2d": "16", "chunk32": "32", "chunk64": "64", "chunk_all": "all"},
@@ -292,8 +292,9 @@ PANELS = {
 
 
 def draw_fig7(path: Path, groups: Mapping[str, Group], printed: Callable[[str | None, str], str]) -> Path:
-    """Our accuracies with each seed, and below them the one number that the paper prints; for the arguments see
-    `repro.report.paper.DrawVariants`.
+    """Draw our accuracies with each seed, and the one number that the paper prints below the axis.
+
+    The arguments are those of `repro.report.paper.DrawVariants`.
     """
     colour, top1 = STYLES["vittt"][1], printed("table3.conv2d", TOP1)
     figure, panels = new_figure(len(groups))

@@ -1,8 +1,8 @@
-"""The equivalences of the paper's Appendix A and C in fp64: `kernels.ttt_linear.reference` against what each states.
+"""The equivalences of the paper's Appendix A and C in fp64, for `kernels.ttt_linear.reference`.
 
-The right-hand sides share no code with the reference. Row vectors: q, k, v (T, d) are the rows of X^Q, X^K, X^V, and a
-token x reads the state W by x·W, so that the paper's W_t x_t is x_t·W here, with W transposed. Its η = 1/2 together
-with the factor 2 of its gradient is lr = 1.
+The right-hand sides share no code with the reference. Vectors are rows: q, k, v (T, d) are the rows of X^Q, X^K, X^V. A
+token x reads the state W by x·W, where the paper writes W_t x_t; W is transposed. The paper's η = 1/2 and the factor 2
+of its gradient give lr = 1.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ EPS = 1e-6
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExampleSizes:
-    """What the equivalences are measured on.
+    """The random sequences on which the equivalences are measured.
 
     Args:
         shapes: (tokens T, head width d) of the sequences.
         seeds: how many sequences of each shape are drawn.
-        chunk_size: tokens of a chunk where a form is compared for any chunk.
+        chunk_size: tokens of a chunk, for the equivalences that hold for any chunk size.
     """
 
     shapes: tuple[tuple[int, int], ...] = ((2, 4), (7, 8), (16, 16), (81, 16), (196, 64))
@@ -34,12 +34,14 @@ class ExampleSizes:
 
 
 def measure_theorems(sizes: ExampleSizes) -> dict[str, float]:
-    """The largest error of each equivalence over all sequences, as a share of the largest value of its right-hand side.
+    """Measure the largest error of each equivalence over all sequences, relative to its right-hand side's maximum.
 
-    c1_linear_attention, c2_delta_rule, c2_adapted_value_view: Theorems C.1 and C.2. c2_adapted_value_view_any_w0: the
-    last for any W0. primal_plain, primal_ln: the dual form against one state per token, without and with the inner
-    LayerNorm. a2_corrected: the first mini-batch of A.2 with x_sᵀx_t. a2_printed_smallest, a2_printed_largest: the same
-    with the x_sᵀx_s that A.2 prints.
+    Returns:
+        `c1_linear_attention`, `c2_delta_rule`, `c2_adapted_value_view`: Theorems C.1 and C.2.
+        `c2_adapted_value_view_any_w0`: the last one for any W0.
+        `primal_plain`, `primal_ln`: the dual form against one state per token, without and with the inner LayerNorm.
+        `a2_corrected`: the first mini-batch of A.2 with x_sᵀx_t.
+        `a2_printed_smallest`, `a2_printed_largest`: the least and the largest error with the x_sᵀx_s that A.2 prints.
     """
     errors: dict[str, list[float]] = {}
     for sequence in _draw(sizes):
@@ -51,12 +53,12 @@ def measure_theorems(sizes: ExampleSizes) -> dict[str, float]:
 
 
 def attend_causally(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Eq. 3 of Appendix C, causal linear attention: z_t = Σ_{s≤t} (q_t·k_s) v_s."""
+    """Compute Eq. 3 of Appendix C, causal linear attention: z_t = Σ_{s≤t} (q_t·k_s) v_s, (T, d)."""
     return torch.stack([sum((q[t] @ k[s]) * v[s] for s in range(t + 1)) for t in range(len(q))])
 
 
 def apply_delta_rule(q: Tensor, k: Tensor, v: Tensor, W0: Tensor) -> Tensor:
-    """The recurrence of Theorem C.2: W_t = W_{t−1} − k_tᵀ(k_t W_{t−1} − v_t), z_t = q_t W_t."""
+    """Run the recurrence of Theorem C.2: W_t = W_{t−1} − k_tᵀ(k_t W_{t−1} − v_t), z_t = q_t W_t, (T, d)."""
     W, out = W0, []
     for q_t, k_t, v_t in zip(q, k, v, strict=True):
         W = W - torch.outer(k_t, k_t @ W - v_t)
@@ -65,10 +67,10 @@ def apply_delta_rule(q: Tensor, k: Tensor, v: Tensor, W0: Tensor) -> Tensor:
 
 
 def attend_to_adapted_values(q: Tensor, k: Tensor, v: Tensor, W0: Tensor) -> Tensor:
-    """Eq. 4 of Appendix C: z_t = q_t W0 + Σ_{s≤t} (q_t·k_s) u_s with the adapted values u_s = v_s − k_s W_{s−1}.
+    """Compute Eq. 4 of Appendix C: z_t = q_t W0 + Σ_{s≤t} (q_t·k_s) u_s with adapted values u_s = v_s − k_s W_{s−1}.
 
-    W_{s−1} = W0 + Σ_{r<s} k_rᵀ u_r, so that all adapted values solve (I + strict lower triangle of K Kᵀ) U = V − K W0:
-    no state is computed.
+    Since W_{s−1} = W0 + Σ_{r<s} k_rᵀ u_r, the adapted values solve (I + strict lower triangle of K Kᵀ) U = V − K W0. No
+    state is computed.
     """
     U = torch.linalg.solve_triangular(torch.tril(k @ k.T, -1), v - k @ W0, upper=False, unitriangular=True)
     return q @ W0 + torch.tril(q @ k.T) @ U
@@ -87,9 +89,16 @@ def learn_by_primal_form(
     chunk_size: int,
     inner: Inner,
 ) -> Tensor:
-    """Eq. 7 with a state for every token, W_j = W − c_j Σ_{s≤j} lr_s ∂ℓ_s/∂W, by autograd at the chunk's start state.
+    """Compute Eq. 7 with one state per token, W_j = W − c_j Σ_{s≤j} lr_s ∂ℓ_s/∂W, with autograd for ∂ℓ_s/∂W.
 
-    Shapes as of one head of `ttt_linear_dual`: q, k, v (T, d), lr (T), scale (chunk_size), W0 (d, d), the others (d).
+    The gradients are taken at the state W with which the chunk starts.
+
+    Args:
+        q, k, v: (T, d), one head of `ttt_linear_dual`.
+        lr: (T).
+        scale: c, (chunk_size).
+        W0: (d, d).
+        b0, gamma, mu: (d).
     """
     W, b, out = W0, b0 if inner == "ln" else torch.zeros_like(b0), []
     for start in range(0, len(q), chunk_size):
@@ -108,9 +117,9 @@ def learn_by_primal_form(
 
 
 def reconstruct(x: Tensor, W0: Tensor, lr: float, *, as_printed: bool) -> Tensor:
-    """The last line of A.2's display, z_t = x_t W0 − lr Σ_{s≤t} w_ts (x_s W0 − x_s), lr = 2η.
+    """Compute the last line of A.2's display, z_t = x_t W0 − lr Σ_{s≤t} w_ts (x_s W0 − x_s) with lr = 2η.
 
-    w_ts is x_s·x_t, as the definition z_t = W_t x_t makes it, or with `as_printed` the paper's x_s·x_s.
+    w_ts is x_s·x_t, which follows from z_t = W_t x_t, or with `as_printed` the paper's x_s·x_s.
     """
     error = x @ W0 - x
     weights = (x * x).sum(-1).expand(len(x), -1) if as_printed else x @ x.T
@@ -118,7 +127,7 @@ def reconstruct(x: Tensor, W0: Tensor, lr: float, *, as_printed: bool) -> Tensor
 
 
 def _draw(sizes: ExampleSizes) -> Iterator[dict[str, Tensor]]:
-    """Sequences in fp64; keys have length 1, so that the delta rule neither grows nor forgets at once."""
+    """Draw sequences in fp64; with keys of length 1, the delta rule with lr = 1 does not diverge."""
     for tokens, width in sizes.shapes:
         for seed in range(sizes.seeds):
             generator = torch.Generator().manual_seed(seed)
@@ -146,7 +155,7 @@ def _measure(drawn: dict[str, Tensor], chunk_size: int) -> dict[str, float]:
     T, zero = len(q), torch.zeros_like(W0)
 
     def plain(q: Tensor, k: Tensor, v: Tensor, W: Tensor, chunk_size: int) -> Tensor:
-        """The reference with steps of 1."""
+        """Run the reference with a rate of 1 for every token."""
         lr, scale = torch.ones(T, dtype=torch.float64), torch.ones(chunk_size, dtype=torch.float64)
         return _run(q, k, v, lr, scale, W, chunk_size=chunk_size, inner="plain")
 
@@ -167,11 +176,11 @@ def _measure(drawn: dict[str, Tensor], chunk_size: int) -> dict[str, float]:
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, lr: Tensor, scale: Tensor, *state: Tensor, **options: Any) -> Tensor:
-    """The reference on one sequence and one head: (T, d) -> (T, d)."""
+    """Run the reference on one sequence and one head, (T, d) -> (T, d)."""
     q, k, v, lr = (each[None, :, None] for each in (q, k, v, lr))
     return ttt_linear_dual(q, k, v, lr, scale, *(each[None] for each in state), **options)[0, :, 0]
 
 
 def _compare(found: Tensor, stated: Tensor) -> float:
-    """The largest difference over the largest value of what is stated."""
+    """Return max |found − stated| / max |stated|."""
     return ((found - stated).abs().max() / stated.abs().max()).item()

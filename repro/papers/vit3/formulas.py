@@ -1,4 +1,4 @@
-"""Functions that the ledger of ViT³ calls: counts around a backbone and by the text, and what the text proves."""
+"""Functions that the ledger of ViT³ calls: counts of heads and models, and numerical checks of the text's equations."""
 
 from fractions import Fraction
 
@@ -21,19 +21,20 @@ _CLASSES = 1000
 
 
 def recipe_setting(key: str) -> float:
-    """A value of the recipe of Section 5.1 as this project's recipe has it: `epochs`, `optim.lr`."""
+    """Return a value of the recipe of Section 5.1 by its key path, e.g. `epochs` or `optim.lr`."""
     return PRINTED.said[PAPER_HAS][key]
 
 
 def upernet_params_m(row: str) -> Fraction:
-    """Millions that UPerHead (512 channels, 150 classes, no auxiliary head) and four LayerNorms add to a classifier.
+    """Return the parameters (1e6) that UPerHead and four LayerNorms add to a classifier.
 
-    The classifier's head and its norm before it, of two values per channel, are taken off.
+    The head has 512 channels, 150 classes and no auxiliary head. The classifier's own head and the LayerNorm before it
+    (two values per channel) are subtracted.
     """
     widths, C = STAGES[row], 512
 
     def conv(inputs: int, outputs: int, window: int) -> int:
-        """A convolution without bias, and its BatchNorm."""
+        """Count a convolution without bias and its BatchNorm; `window` is the number of taps."""
         return window * inputs * outputs + 2 * outputs
 
     head = 4 * conv(widths[3], C, 1) + conv(widths[3] + 4 * C, C, 9)  # pyramid pooling
@@ -42,15 +43,20 @@ def upernet_params_m(row: str) -> Fraction:
 
 
 def upernet_aux_params_m(row: str) -> Fraction:
-    """The same with the auxiliary head: the third map to 256 channels, BatchNorm, and 150 classes."""
+    """Return `upernet_params_m` with the auxiliary head: a 3×3 convolution of the third map to 256 channels, BatchNorm,
+    and 150 classes.
+    """
     return upernet_params_m(row) + Fraction(9 * STAGES[row][2] * 256 + 2 * 256 + 257 * 150, 10**6)
 
 
 def upernet_macs_g(row: str, height: int, width: int) -> Fraction:
-    """Multiply-adds (1e9) of UPerHead as fvcore counts them: 2 per value of BatchNorm, 4 of an interpolation."""
+    """Return the multiply-adds (1e9) of UPerHead as fvcore counts them.
+
+    fvcore adds 2 per value of a BatchNorm and 4 per output of a bilinear interpolation.
+    """
     widths, C = STAGES[row], 512
     grids = [height * width // side**2 for side in (4, 8, 16, 32)]
-    pooled = 1 + 4 + 9 + 36
+    pooled = 1 + 4 + 9 + 36  # pyramid pooling to 1×1, 2×2, 3×3 and 6×6
     macs = pooled * widths[3] * C + grids[3] * 9 * (widths[3] + 4 * C) * C
     macs += sum(grid * channels * C for grid, channels in zip(grids[:3], widths[:3], strict=True))
     macs += sum(grids[:3]) * 9 * C * C + grids[0] * 9 * 4 * C * C + grids[0] * C * 150
@@ -60,23 +66,24 @@ def upernet_macs_g(row: str, height: int, width: int) -> Fraction:
 
 
 def mask_rcnn_macs_g(row: str, height: int, width: int) -> Fraction:
-    """Multiply-adds (1e9) of FPN, RPN and Mask R-CNN's heads for 1,000 proposals and 100 masks, as fvcore counts them.
+    """Return the multiply-adds (1e9) of FPN, RPN and the heads of Mask R-CNN as fvcore counts them.
 
-    256 channels, 3 anchors, 80 classes; four convolutions before the masks; interpolations of the FPN are nearest, 1
-    per output.
+    The heads see 1,000 proposals and 100 masks. There are 256 channels, 3 anchors, 80 classes, and four convolutions
+    before the masks. The FPN interpolates to the nearest neighbour, which fvcore counts as 1 per output.
     """
     widths, C = STAGES[row], 256
     grids = [height * width // side**2 for side in (4, 8, 16, 32)]
-    coarsest = -(-height // 64) * -(-width // 64)
+    coarsest = -(-height // 64) * -(-width // 64)  # the fifth level, of stride 64, has no convolution of the FPN
     fpn = sum(grid * (channels + 9 * C) * C for grid, channels in zip(grids, widths, strict=True)) + sum(grids[:3]) * C
     rpn = (sum(grids) + coarsest) * (9 * C * C + C * 3 + C * 12)
+    # 80 classes and the background, then 4 box offsets for each class
     box = 1000 * (7 * 7 * C * 1024 + 1024 * 1024 + 1024 * (81 + 320))
     mask = 100 * (4 * 14 * 14 * 9 * C * C + 28 * 28 * (C * C + C * 80))
     return Fraction(fpn + rpn + box + mask + _norms(widths, grids) - widths[3] * _CLASSES, 10**9)
 
 
 def vit3_params_m(width: int, heads: int) -> Fraction:
-    """Millions of parameters of a ViT³ of 12 layers, of whose heads one is the convolution, as Section 5 says."""
+    """Return the parameters (1e6) of a ViT³ of 12 layers; one of its heads is the convolution, as Section 5 says."""
     d = width // heads
     block = 4 * width * (width + 1) + (heads - 1) * 2 * d * d + 9 * d  # q, k, v and the projection; inner weights
     block += 10 * width + 4 * width + 8 * width**2 + 5 * width  # CPE, LayerNorms, MLP
@@ -84,7 +91,10 @@ def vit3_params_m(width: int, heads: int) -> Fraction:
 
 
 def vmamba_s2l5(what: str) -> Fraction:
-    """`params_m`, or its authors' `macs_g` at 224, of VMamba-T as first released: stages of 2, 2, 5 and 2 blocks."""
+    """Return a count of VMamba-T as first released, with stages of 2, 2, 5 and 2 blocks.
+
+    `what` is `params_m` (1e6), or `macs_g`, the multiply-adds (1e9) at 224×224 by its authors' convention.
+    """
     counted = cost("vmamba_tiny_224", {"depths": (2, 2, 5, 2), "expand": 2}, (224, 224))
     return {
         "params_m": Fraction(counted.num_params, 10**6),
@@ -93,32 +103,40 @@ def vmamba_s2l5(what: str) -> Fraction:
 
 
 def inner_over_outer(model: str, loss: str) -> Fraction:
-    """Multiply-adds of an inner module of a head, over those of one forward pass of it; see `repro.models.inner`."""
+    """Return the multiply-adds of a head's inner loop, divided by those of one forward pass of its inner model.
+
+    See `repro.models.inner`; the head has 196 tokens of width 64.
+    """
     tokens, d = 196, 64
     loop = InnerLoop(model=model, loss=loss)
+    # two epochs cost one more training pass, so the difference leaves the read-out: one forward pass
     twice = InnerLoop(model=model, loss=loss, epochs=2)
     forward = 2 * loop.count_macs(tokens, d) - twice.count_macs(tokens, d)
     return Fraction(loop.count_macs(tokens, d), forward)
 
 
 def largest_value_gradient(loss: str) -> float:
-    """The largest gradient of an outer loss with respect to any value v, of all inner models, in fp64.
+    """Return the largest |∂ outer loss / ∂v| over all elements of v and all inner models, in fp64.
 
-    `smooth_l1, far` asks only for the elements of v further than 1 from their prediction.
+    `loss` is the inner loss. `smooth_l1, far` counts only the elements of v further than 1 from their prediction.
     """
     return max(_value_gradients(loss))
 
 
 def least_value_gradient(loss: str) -> float:
-    """The same of the inner model that has the smallest largest gradient."""
+    """Return the smallest, over the inner models, of the largest |∂ outer loss / ∂v|; see `largest_value_gradient`."""
     return min(_value_gradients(loss))
 
 
 def identity_error(name: str) -> float:
-    """The error of an equation of the text against our inner learner in fp64, as a share of its largest value.
+    """Return the error of an equation of the text against our inner learner in fp64, relative to its largest value.
 
-    `linear_attention`: Eq. 4, q(KᵀV) by a linear layer that starts at 0, the dot product and rate N√d, which cancels
-    1/N and d^-½. `rate_in_keys`: Eq. 7, √η k and √η v in place of the rate η, for a linear layer and MSE.
+    `linear_attention`: Eq. 4. A linear layer that starts at 0 and learns by the dot product computes q(KᵀV). The rate
+    N√d cancels the factors 1/N and d^-½ of our inner loss.
+    `rate_in_keys`: Eq. 7. For a linear layer and the MSE, √η k and √η v replace the rate η.
+
+    Raises:
+        ValueError: another name.
     """
     generator = torch.Generator().manual_seed(0)
     tokens, d = 12, 4
@@ -137,7 +155,7 @@ def identity_error(name: str) -> float:
 
 
 def _value_gradients(loss: str) -> list[float]:
-    """For each inner model, with one full batch of random keys and values, the largest |∂ outer loss / ∂v|."""
+    """Return the largest |∂ outer loss / ∂v| of each inner model after one step on a full batch of random tokens."""
     name, _, asked = loss.partition(", ")
     generator, found = torch.Generator().manual_seed(0), []
     for model in MODELS:
@@ -152,5 +170,5 @@ def _value_gradients(loss: str) -> list[float]:
 
 
 def _norms(widths: tuple[int, ...], grids: list[int]) -> int:
-    """A LayerNorm on each of four maps, 5 per value."""
+    """Count a LayerNorm on each of the four maps as fvcore does, 5 per value."""
     return 5 * sum(grid * width for grid, width in zip(grids, widths, strict=True))

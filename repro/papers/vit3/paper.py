@@ -1,4 +1,4 @@
-"""What the report needs of ViT³, in one place."""
+"""The declaration of ViT³ for the report."""
 
 from ...report.paper import load_paper
 from . import sections

@@ -1,9 +1,12 @@
-"""How Sections 4 and 5.1 of the paper train a classifier; beyond that the protocol is Swin's, which is not compared."""
+"""The recipe for classifiers of Sections 4 and 5.1 of the paper.
+
+Beyond these settings the paper follows Swin's protocol, which is not compared.
+"""
 
 from ..recipe import PAPER_HAS, Printed
 
 PRINTED = Printed(
-    # DeiT-S with inner learners, and what Section 5 builds from the study
+    # DeiT-S with inner learners (the study), then the models that Section 5 builds from its results
     models={"study_small_patch16_224": {}}
     | {name.format(size): {} for name in ("vit3_{}_patch16_224", "hvit3_{}_224") for size in ("tiny", "small", "base")},
     said={

@@ -1,4 +1,4 @@
-"""What the page of ViT³ says besides the tables: the losses of Fig. 3, and denoisers from outside the pipeline."""
+"""The sections of ViT³'s page besides the tables: the losses of Fig. 3, and denoisers from outside the pipeline."""
 
 import itertools
 import statistics
@@ -28,12 +28,15 @@ LOSS = "train_loss"
 _LEAST_SPREAD = 1e-8  # a loss is recorded to eight digits
 _COLOURS = ("#0072B2", "#E69F00", "#D55E00")
 HELD_OUT, JUDGED, REAL = "held_out_mse", "judged_percent", "real_judged_percent"
-# what must agree before two losses are compared; the noise of a held-out image follows from its number alone
+# fields that must agree before two losses are compared; the noise of a held-out image is seeded by its number alone
 _ALIKE = ("data", "image_size", "split", "held_out_images", "epochs", "steps", "batch_size")
 
 
 def draw_depth(path: Path, groups: Mapping[str, Group], printed: Callable[[str | None, str], str]) -> Path:
-    """Training loss and accuracy over the epochs, the means over the seeds; for the arguments see `repro.report.paper.DrawVariants`."""
+    """Draw training loss and accuracy over the epochs, as means over the seeds.
+
+    The arguments are those of `repro.report.paper.DrawVariants`.
+    """
     (group,) = groups.values()
     figure, panels = new_figure(2)
     for panel, (key, label) in zip(panels, ((LOSS, "training loss"), (TOP1, "Top-1 (%)")), strict=True):
@@ -50,7 +53,11 @@ def draw_depth(path: Path, groups: Mapping[str, Group], printed: Callable[[str |
 
 
 def compare_losses(report: Report) -> str:
-    """Whether deeper inner models end with a higher training loss, for each group that has two of them."""
+    """Write whether deeper inner models end with a higher training loss, for each group with at least two of them.
+
+    Raises:
+        Missing: no group has two trained models.
+    """
     columns = {
         "the paper's order": lambda pair: f"{LAYERS[pair.better]} > {LAYERS[pair.worse]}",
         "ours (loss) [95 %]": lambda pair: pair.show(4),
@@ -73,13 +80,17 @@ def compare_losses(report: Report) -> str:
 
 
 def find_losses(group: Group) -> dict[str, dict[int, float]]:
-    """Variant -> seed -> training loss at the last row of its curve, for the variants of Fig. 3 that were trained."""
+    """Return variant -> seed -> training loss at the end of its curve, for the trained variants of Fig. 3."""
     curves = {name: group.read_curve(name, LOSS) for name in LAYERS}
     return {name: {seed: [*of.values()][-1] for seed, of in own.items()} for name, own in curves.items() if own}
 
 
 def list_denoisers(report: Report) -> str:
-    """For each denoiser its held-out loss and its judged samples; and which losses differ."""
+    """Tabulate held-out loss and judged samples of each denoiser, and write which losses differ.
+
+    Raises:
+        Missing: no denoiser is trained.
+    """
 
     def name(source: Source) -> str:
         return report.results.model_key(source.metrics, source.path)
@@ -127,7 +138,7 @@ def _count_judged(group: Sequence[Source]) -> str:
 
 
 def _compare(better: Source, worse: Source, name: Callable[[Source], str]) -> str:
-    """A sentence about two losses, seed by seed: both saw the same held-out images with the same noise."""
+    """Write a sentence on two held-out losses, paired by seed: both saw the same images with the same noise."""
     losses = {name(source): source.by_seed(HELD_OUT) for source in (worse, better)}
     pairs = compare_pairs(losses, [tuple(losses)], 0.0)
     said = f"{code(name(better))} against {code(name(worse))}"
