@@ -133,7 +133,7 @@ class HViT3(Hierarchy):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Initialise Linear trunc_normal 0.02, biases 0; convolutions and fast weights keep their own initial values."""
+        """Initialise Linear trunc_normal 0.02, biases 0; convolutions and fast weights keep their initial values."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 init_linear(module)

@@ -180,8 +180,9 @@ def learn(
 ) -> Tensor:
     """Learn the map from k to v, starting from `weights`, and apply it to q; see `follow` and `read_out`.
 
-    q, k and v are (B, h, N, d), and so is the result, in the dtype of q. With the order `end`, the numbers of queries and
-    keys may differ. The computation is in at least fp32, also under autocast, because a step is small against a weight.
+    q, k, v and the result are (B, h, N, d), the result in the dtype of q. With the order `end`, the numbers of queries
+    and keys may differ. The computation is in at least fp32, also under autocast, because steps are small compared with
+    the weights.
 
     Raises:
         ValueError: as `follow`.
