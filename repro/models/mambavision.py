@@ -47,7 +47,7 @@ class ConvBlock(nn.Module):
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C, h, w) -> the same shape."""
+        """Map (B, C, h, w) to the same shape."""
         return x + self.drop_path(self.norm2(self.conv2(self.act(self.norm1(self.conv1(x))))))
 
 

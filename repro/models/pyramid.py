@@ -177,7 +177,7 @@ def load_backbone(pyramid: Pyramid, checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _prepend(pattern: Any, start: str) -> Any:
-    """Restrict timm's matcher (a pattern, or dicts and sequences of them) to parameter names that begin with `start`."""
+    """Restrict timm's matcher (a pattern, or dicts and sequences of them) to names that begin with `start`."""
     if isinstance(pattern, str):
         alternatives = re.sub(r"(^|\|)\^", r"\1", pattern)
         return f"{start}(?:{alternatives})"

@@ -48,9 +48,7 @@ class Reading:
     inner_norm: Literal["per_direction", "shared"] = "per_direction"  # γ, μ and the start bias b0
     inner_target: Literal["v_minus_k", "v"] = "v_minus_k"
     inner_residual: bool = True  # whether q is added to the inner model's output
-    token_scale: Literal["per_direction", "shared", "fixed"] = (
-        "per_direction"  # sharing of the learned δ; `fixed` has none
-    )
+    token_scale: Literal["per_direction", "shared", "fixed"] = "per_direction"  # sharing of δ; `fixed` has none
     token_scale_start: Literal["reciprocal", "one"] = "reciprocal"  # c[j] at the start of training: 1/(j+1), or 1
     w0_std: float = 0.02
     rotary: Literal["none", "chunk"] = "none"  # `chunk` applies RoPE to q and k by the index in the chunk

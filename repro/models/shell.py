@@ -184,7 +184,7 @@ class ClassFreeViT(Backbone):
             nn.init.trunc_normal_(self.pos_embed, std=self.position_std)
 
     def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
-        """Return the patch tokens with positions (B, N, C) of images (B, C, H, W), and the grid; raises as `patches`."""
+        """Return patch tokens with positions (B, N, C) of images (B, C, H, W), and the grid; raises as `patches`."""
         tokens, grid = self.patches(x)
         return tokens + resample_positions(
             self.pos_embed, self.grid_size, grid
