@@ -107,6 +107,7 @@ class DeformableAttention(nn.Module):
         M, L, P = self.sampling
         offsets = self.offset_proj(query).unflatten(-1, (M, L, P, 2))
         weights = self.weight_proj(query).unflatten(-1, (M, L * P)).softmax(-1).unflatten(-1, (L, P))
+        # offsets are in pixels of their level, locations are (x, y) relative to the map: hence (w, h), not (h, w)
         pixels = torch.tensor([[(w, h)] for h, w in grids], dtype=torch.float32, device=query.device)
         locations = points[:, None, None, None] + offsets / pixels
         value = self.value_proj(value).unflatten(-1, (M, -1))

@@ -124,7 +124,7 @@ def learn_in_parallel(
     scaled = features_k if rates is None else features_k * rates
     keys, values = (F.pad(x, (0, 0, 0, -x.shape[-2] % n)).unflatten(-2, (len(chunks), n)) for x in (scaled, v))
     steps = keys.mT @ values  # (B, h, c, e, d)
-    if loop.steps > 1:
+    if loop.steps > 1:  # the gradient of the dot product ignores the learning weights: a chunk's steps are equal
         steps = steps.repeat_interleave(loop.steps, dim=2)
     if momentum is not None and chunks:
         factors = torch.stack([momentum[..., first:end].mean(-1) for first, end in chunks], -1)
@@ -152,7 +152,8 @@ def decay_matrix(factors: Tensor) -> Tensor:
     It takes differences of cumulative sums of logarithms. A quotient of cumulative products would divide by products of
     many factors, which underflow.
     """
-    # in fp64, because differences of large sums cancel
+    # in fp64, because differences of large sums cancel; clamped, because a factor of 0 would give -inf - -inf = nan
     logs = factors.double().clamp_min(torch.finfo(torch.float64).tiny).log().cumsum(-1)
+    # masked before exp, which could overflow above the diagonal
     above = torch.ones(logs.shape[-1], logs.shape[-1], dtype=torch.bool, device=logs.device).triu(1)
     return (logs.unsqueeze(-1) - logs.unsqueeze(-2)).masked_fill(above, -torch.inf).exp().to(factors.dtype)

@@ -77,6 +77,7 @@ class MambaVisionMixer(nn.Module):
         u_bLE, z_bLE = F.silu(self._convolve(self.in_proj(x_bLC).transpose(1, 2))).transpose(1, 2).chunk(2, dim=-1)
         low, B_bLN, C_bLN = self.x_proj(u_bLE).split((self.rank, STATE_DIM, STATE_DIM), dim=-1)
         A = -torch.exp(at_least_fp32(self.A_log))
+        # `dt_proj` has added its bias already; the scan adds it again, as in the release
         delta, bias = self.dt_proj(low), find_bias(self.dt_proj, low.new_zeros(self.rank))
         y = selective_scan(u_bLE, delta, A, B_bLN, C_bLN, self.D, None, bias, backend=self.backend)
         return self.out_proj(torch.cat((y, z_bLE), dim=-1))

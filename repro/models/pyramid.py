@@ -164,7 +164,7 @@ def load_backbone(pyramid: Pyramid, checkpoint: Checkpoint) -> dict[str, str]:
     if isinstance(pyramid, NativePyramid):
         state = adapt_to_size(trunk, state, checkpoint.preprocessing["input_size"][-2:])
     added = {key for key in trunk.state_dict() if pyramid.is_added(key)}
-    if not added.isdisjoint(state):
+    if not added.isdisjoint(state):  # the checkpoint has layer scales of its own, so it must fill all of them
         added = set()
     try:
         error = f"{checkpoint.where}: does not fit the backbone {name} as built"
@@ -179,6 +179,7 @@ def load_backbone(pyramid: Pyramid, checkpoint: Checkpoint) -> dict[str, str]:
 def _prepend(pattern: Any, start: str) -> Any:
     """Restrict timm's matcher (a pattern, or dicts and sequences of them) to names that begin with `start`."""
     if isinstance(pattern, str):
+        # each of timm's alternatives is anchored by ^, which would never match behind the prefix
         alternatives = re.sub(r"(^|\|)\^", r"\1", pattern)
         return f"{start}(?:{alternatives})"
     if isinstance(pattern, dict):

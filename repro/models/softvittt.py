@@ -60,8 +60,8 @@ class SoftVittt(Vittt):
     Convolution, norms, gate, output projection, SwiGLU, positions and pooling stay. The inner learner is removed with
     everything that belongs to it: W0, learning rates and token scales, causal convolutions, the query added to the
     output, and the second direction, because attention has no order. This leaves five D x D projections: gate, q, k, v
-    and output. Vittt has six: its keys and values are separate per direction, and its queries are another convolution of
-    the keys' projection. Parameters outside the mixer start as in a Vittt of the same seed and sizes.
+    and output. Vittt has six: its keys and values are separate per direction, and its queries come from the keys'
+    projection by another convolution. Parameters outside the mixer start as in a Vittt of the same seed and sizes.
 
     Args:
         block: `vittt`, or `deit` for a block of DeiT after the convolution: attention without gate and norm, biases in

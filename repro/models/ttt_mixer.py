@@ -52,8 +52,8 @@ def ttt_linear_macs(tokens: int, heads: int, head_dim: int, chunk_size: int, ste
     """Count the multiply-adds of the inner learner in one direction, in the recurrent form.
 
     Per head and token, K·W, Q·W and the update of the state have d² each; Q·Kᵀ and A·G have n·d each in a chunk of n
-    tokens. The last chunk may be shorter. `chunk_size` 0 takes all tokens as one chunk. A reducible step does not update
-    the state after the last chunk, and `dot` computes no prediction K·W.
+    tokens. The last chunk may be shorter. `chunk_size` 0 takes all tokens as one chunk. A reducible step does not
+    update the state after the last chunk, and `dot` computes no prediction K·W.
     """
     b = chunk_size or tokens
     saved = ((tokens - 1) % b + 1) * (step in REDUCIBLE) + tokens * (step == "dot")
@@ -62,7 +62,7 @@ def ttt_linear_macs(tokens: int, heads: int, head_dim: int, chunk_size: int, ste
 
 
 def rate_of(arguments: Arguments, r: int) -> Tensor:
-    """Return the inner learning rates (B, T, H) of direction `r`, from shared (B, T, H) or separate (B, T, R, H) ones."""
+    """Return the inner rates (B, T, H) of direction `r`, from shared (B, T, H) or separate (B, T, R, H) ones."""
     return arguments.lr if arguments.lr.ndim == 3 else arguments.lr[:, :, r]
 
 
@@ -135,8 +135,8 @@ class TTTMixer(nn.Module):
     def build(self, w0: W0Mode) -> None:
         """Build the layers; their order decides which random numbers of a seed each gets."""
         dim, R = self.dim, self.directions
-        # one matrix for all projections of x, in the order of the split in `_project`: gate, q, k (or kq), v; all but the
-        # gate have one part per direction
+        # one matrix for all projections of x, in the order in which `_project` splits it: gate, q, k (or kq), v; all
+        # but the gate have one part per direction
         self.split_sizes = [dim] * self.has_gate + [R * dim] * (2 + self.separate_q)
         self.in_proj = nn.Linear(dim, sum(self.split_sizes), bias=False)
         self.lr_proj = nn.Linear(dim, self.num_heads)
@@ -155,7 +155,7 @@ class TTTMixer(nn.Module):
             self.add_module(name, nn.Conv1d(channels, channels, kernel, groups=channels, bias=bias))
 
     def build_start(self, w0: W0Mode, norms: int) -> None:
-        """Build the initial state of the inner learners: W0, and `norms` times b0, γ and μ (one per direction or shared)."""
+        """Build the initial state of the inner learners: W0, and `norms` sets of b0, γ and μ."""
         R, H, d = self.directions, self.num_heads, self.head_dim
         state = torch.empty(1 if w0 == "shared" else R, H, d, d)
         if w0 == "frozen":

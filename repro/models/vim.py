@@ -124,7 +124,7 @@ class VimMixer(nn.Module):
         return convolve_scans(padded, weights, bias)
 
     def _project(self, u: Tensor) -> tuple[Tensor, ...]:
-        """Project (B, T, 2, E) to step sizes (B, T, 2, E), B and C (B, T, 2, N); return also the step sizes' bias (2, E)."""
+        """Project (B, T, 2, E) to step sizes (B, T, 2, E), B and C (B, T, 2, N), and the step sizes' bias (2, E)."""
         B, T, _, E = u.shape
         N, R = STATE_DIM, self.rank
         # one batched product for both directions, direction first; the scan takes views of the result without a copy
