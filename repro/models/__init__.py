@@ -1,7 +1,7 @@
 """Model families in timm's conventions. Importing this package registers all of them with timm.
 
-Families are found, not listed: a new module in this folder is enough, and changes no code on which the trained results
-of another family depend.
+The package imports every module in this folder, so a new family needs no entry here. A list would be code on which the
+trained results of all families depend.
 """
 
 import importlib

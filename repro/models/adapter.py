@@ -1,9 +1,9 @@
 """ViT-Adapter: four feature maps for dense tasks from any plain backbone, as Vision-RWKV configures it.
 
-Convolutions turn the image into a spatial prior, which exchanges information with the backbone's tokens four times:
-before each quarter of the blocks an injector adds the prior to the patch tokens, and after it an extractor reads the
-patch tokens back into the prior, both by deformable attention. The adapter uses nothing of the backbone but the
-PlainBackbone protocol, and leaves class tokens unchanged.
+Convolutions turn the image into a spatial prior, which exchanges information with the backbone's tokens four times.
+Before each quarter of the blocks, an injector adds the prior to the patch tokens; after it, an extractor adds the patch
+tokens to the prior. Both use deformable attention. The adapter needs only the PlainBackbone protocol, and leaves class
+tokens unchanged.
 
 Shape letters: B images of H x W pixels, D width, N = h·w patch tokens (h = H/16, w = W/16), K = 4N + N + N/4 tokens of
 the prior on grids of strides 8, 16 and 32, M heads, L levels, P points.
@@ -29,8 +29,8 @@ from .image_model import Grid, OperatorModel
 
 EPS = 1e-6
 INTERACTIONS = 4
-EXTRA_EXTRACTORS = 2  # after the last interaction
-STRIDES = (4, 8, 16, 32)  # of the maps; images are padded to multiples of the last one
+EXTRA_EXTRACTORS = 2  # further extractors after the last interaction
+STRIDES = (4, 8, 16, 32)  # of the four maps; images are padded to multiples of the largest
 EMBEDDINGS = "pos_embed", "cls_pos_embed", "cls_token", "reg_token", "dist_token"
 Features = Literal["last", "each"]
 
@@ -40,9 +40,9 @@ class AdapterSize:
     """Hyper-parameters that depend on the backbone's width D."""
 
     num_heads: int  # heads M of every deformable attention
-    value_ratio: float = 1.0  # width of its values as a multiple of D
-    prior_channels: int = 64  # of the spatial prior's stem
-    num_points: int = 4  # points P that each head of a query samples on each level
+    value_ratio: float = 1.0  # width of the values as a multiple of D
+    prior_channels: int = 64  # output channels of the spatial prior's stem
+    num_points: int = 4  # sampling points P per query, head and level
     ffn_ratio: float = 0.25  # hidden width of the convolutional FFN as a multiple of D
 
 
@@ -55,7 +55,7 @@ _SIZES = {
 
 
 def reference_points(grids: Sequence[Grid], device: torch.device) -> Tensor:
-    """Centres ((i + 0.5)/w, (j + 0.5)/h) of the cells of consecutive (h, w) grids, row by row: fp32 (Q, 2)."""
+    """Return the cell centres ((i + 0.5)/w, (j + 0.5)/h) of consecutive (h, w) grids, row-major: fp32 (Q, 2)."""
     points = []
     for h, w in grids:
         x, y = ((torch.arange(n, dtype=torch.float32, device=device) + 0.5) / n for n in (w, h))
@@ -64,11 +64,14 @@ def reference_points(grids: Sequence[Grid], device: torch.device) -> Tensor:
 
 
 class DeformableAttention(nn.Module):
-    """Each head of a query sums P bilinear samples of every level around the query's reference point; see
-    `kernels.ms_deform_attn`.
+    """Multi-scale deformable attention; see `kernels.ms_deform_attn`.
 
-    The offsets, in pixels of a level, and the logits of the weights, a softmax over points and levels, are linear in
-    the query. The width of the values must be a multiple of the number of heads.
+    Each head of a query sums P bilinear samples per level around the query's reference point. The sampling offsets, in
+    pixels of the level, and the logits of the attention weights are linear in the query. The softmax of the weights is
+    over all points of all levels.
+
+    Raises:
+        ValueError: the width of the values is not a multiple of the number of heads.
     """
 
     def __init__(self, dim: int, num_levels: int, size: AdapterSize):
@@ -82,7 +85,7 @@ class DeformableAttention(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Head m begins in direction 2πm/M, its point p at p + 1 pixels (in the larger coordinate), weights equal."""
+        """Point head m in direction 2πm/M, with point p at p + 1 pixels (larger coordinate) and equal weights."""
         M, _, P = self.sampling
         for linear in (self.value_proj, self.output_proj):
             nn.init.xavier_uniform_(linear.weight)
@@ -97,22 +100,26 @@ class DeformableAttention(nn.Module):
         bias.copy_((direction[:, None, None] * distance[:, None]).expand_as(bias))
 
     def forward(self, query: Tensor, points: Tensor, value: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """query (B, Q, D) at reference points (Q, 2) and value (B, S, D) on L consecutive grids -> (B, Q, D)."""
+        """Attend from query (B, Q, D) at reference points (Q, 2) to value (B, S, D) on L consecutive (h, w) grids.
+
+        Returns (B, Q, D). Points are (x, y) in [0, 1].
+        """
         M, L, P = self.sampling
         offsets = self.offset_proj(query).unflatten(-1, (M, L, P, 2))
         weights = self.weight_proj(query).unflatten(-1, (M, L * P)).softmax(-1).unflatten(-1, (L, P))
+        # offsets are in pixels of their level, locations are (x, y) relative to the map: hence (w, h), not (h, w)
         pixels = torch.tensor([[(w, h)] for h, w in grids], dtype=torch.float32, device=query.device)
         locations = points[:, None, None, None] + offsets / pixels
         value = self.value_proj(value).unflatten(-1, (M, -1))
         return self.output_proj(ms_deform_attn(value, grids, locations, weights, backend=self.backend).flatten(2))
 
     def selected_backend(self, dtype: torch.dtype) -> str:
-        """The implementation of the sampling that runs on this layer's device for values of `dtype`."""
+        """Return the implementation of the sampling that runs on this layer's device for values of `dtype`."""
         return selected_backend(self.backend, next(self.parameters()).device, dtype=dtype)
 
 
 class Injector(nn.Module):
-    """x + γ · attention(LN(x), LN(c)): patch tokens x (B, N, D) attend to the prior's c (B, K, D); γ is 0 initially."""
+    """x + γ · attention(LN(x), LN(c)): patch tokens x (B, N, D) attend to the prior c (B, K, D); γ starts at 0."""
 
     def __init__(self, dim: int, size: AdapterSize):
         super().__init__()
@@ -121,12 +128,15 @@ class Injector(nn.Module):
         self.gamma = nn.Parameter(torch.zeros(dim))
 
     def forward(self, x: Tensor, points: Tensor, c: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """`points` (N, 2) are the centres of the patches, `grids` those of the prior."""
+        """Return the patch tokens (B, N, D); `points` (N, 2) are the patch centres, `grids` those of the prior."""
         return x + self.gamma * self.attn(self.query_norm(x), points, self.value_norm(c), grids)
 
 
 class ConvFFN(nn.Module):
-    """Linear -> depth-wise 3x3 convolution, shared by all levels -> GELU -> Linear."""
+    """Feed-forward network of the prior: Linear -> depth-wise 3x3 convolution -> GELU -> Linear.
+
+    All levels share the convolution.
+    """
 
     def __init__(self, dim: int, hidden: int):
         super().__init__()
@@ -134,13 +144,13 @@ class ConvFFN(nn.Module):
         self.dwconv = nn.Conv2d(hidden, hidden, 3, padding=1, groups=hidden)
 
     def forward(self, c: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """(B, K, D) on its grids -> (B, K, D)."""
+        """Map tokens (B, K, D) on consecutive grids to (B, K, D)."""
         maps = to_maps(self.fc1(c), grids)
         return self.fc2(F.gelu(torch.cat([self.dwconv(level).flatten(2) for level in maps], 2).mT))
 
 
 class Extractor(nn.Module):
-    """c + attention(LN(c), LN(x)), then c + DropPath(ConvFFN(LN(c))): the prior's c (B, K, D) attend to patches x."""
+    """c + attention(LN(c), LN(x)), then c + DropPath(ConvFFN(LN(c))): the prior c (B, K, D) attends to patches x."""
 
     def __init__(self, dim: int, size: AdapterSize, drop_path: float):
         super().__init__()
@@ -150,13 +160,13 @@ class Extractor(nn.Module):
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
     def forward(self, c: Tensor, points: Tensor, x: Tensor, grid: Grid, grids: Sequence[Grid]) -> Tensor:
-        """`points` (K, 2) are the centres of the cells of the prior's `grids`; `grid` is that of the patches."""
+        """Return the prior (B, K, D); `points` (K, 2) are its cell centres on `grids`, `grid` is the patches'."""
         c = c + self.attn(self.query_norm(c), points, self.value_norm(x), (grid,))
         return c + self.drop_path(self.ffn(self.ffn_norm(c), grids))
 
 
 class SpatialPrior(nn.Module):
-    """Convolutions that make four maps of the image, of strides 4, 8, 16 and 32 and of width D."""
+    """Convolutional stem with four maps of the image, of strides 4, 8, 16 and 32 and width D."""
 
     def __init__(self, dim: int, channels: int):
         super().__init__()
@@ -177,7 +187,7 @@ class SpatialPrior(nn.Module):
         self.projections = nn.ModuleList(nn.Conv2d(width, dim, 1) for width in widths)
 
     def forward(self, images: Tensor) -> list[Tensor]:
-        """(B, 3, H, W), H and W multiples of 32 -> (B, D, H/4, W/4), ..., (B, D, H/32, W/32)."""
+        """Map images (B, 3, H, W), H and W multiples of 32, to (B, D, H/4, W/4), ..., (B, D, H/32, W/32)."""
         maps, x = [], images
         for stage, projection in zip(self.stages, self.projections, strict=True):
             x = stage(x)
@@ -186,16 +196,22 @@ class SpatialPrior(nn.Module):
 
 
 class Pyramid(OperatorModel):
-    """Images (B, 3, H, W) -> four maps (B, channels[i], H/strides[i], W/strides[i]), of strides 4, 8, 16 and 32.
+    """Base class of feature pyramids: the only interface that detectors and segmenters have to a backbone.
 
+    It maps images (B, 3, H, W) to four maps (B, channels[i], H/strides[i], W/strides[i]), of strides 4, 8, 16 and 32.
     Images whose sides are not multiples of 32 are first padded with zeros at the right and at the bottom; a `Hierarchy`
-    rounds its grids up instead. Detectors and segmenters use nothing else of a backbone. `built_from` is the registered
-    name of the backbone and the options it was built with. `trunk` is the module whose state dict has the names of the
-    backbone's weights, `trunk_name` its name within the pyramid. A subclass sets `channels`, and implements `forward`,
-    `no_weight_decay`, `set_grad_checkpointing`, `is_removed` and `group_matcher`, timm's patterns for layer-wise decay,
-    with the name (dot included) that the pyramid has within a larger model as `prefix`.
+    rounds its grids up instead.
+
+    A subclass sets `channels`, and implements `forward`, `no_weight_decay`, `set_grad_checkpointing`, `is_removed` and
+    `group_matcher`. The last one returns timm's patterns for layer-wise decay. Its `prefix` is the pyramid's name
+    within a larger model, dot included.
 
     The backbone is changed in place. If frozen, it is not trained and stays in eval mode; gradients pass through it.
+
+    Attributes:
+        built_from: the registered name of the backbone, and the options it was built with.
+        trunk: the module whose state dict has the names of the backbone's weights.
+        trunk_name: the name of `trunk` within the pyramid.
     """
 
     channels: tuple[int, ...]
@@ -214,25 +230,26 @@ class Pyramid(OperatorModel):
         return self.get_submodule(self.trunk_name)
 
     def train(self, mode: bool = True) -> Self:
-        """Set training mode as nn.Module does, except that a frozen backbone stays in eval mode."""
+        """Set the training mode as nn.Module does, but keep a frozen backbone in eval mode."""
         super().train(mode)
         if self.freeze_backbone:
             self.backbone.eval()
         return self
 
     def is_added(self, key: str) -> bool:
-        """Whether a key of the trunk belongs to a part that the pyramid may add to the backbone."""
+        """Return whether a key of the trunk belongs to a part that the pyramid may add to the backbone."""
         return False
 
 
 class ClasslessViT(nn.Module):
-    """timm's ViT or DeiT as a `PlainBackbone`: without a class token, with a layer scale of initially 1 on every
-    branch, for any image size.
+    """timm's ViT or DeiT as a `PlainBackbone` for any image size, without class token.
 
-    timm's model is used and not copied. The position embedding keeps the row of the class token, unused: it then has
-    the length of the pretrained one, and the model the number of parameters that the papers report.
+    Every residual branch gets a layer scale that starts at 1. The model is changed in place, not copied. The position
+    embedding keeps the unused row of the class token. So it has the length of the pretrained embedding, and the model
+    has the number of parameters that the papers report.
 
-    `model`, which is changed in place, has at most a class token; register tokens or no positions are a ValueError.
+    Raises:
+        ValueError: a model with register tokens or without a position embedding.
     """
 
     def __init__(self, model: VisionTransformer):
@@ -260,36 +277,39 @@ class ClasslessViT(nn.Module):
         return self.model.norm
 
     def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
-        """Image (B, C, H, W) -> patch tokens (B, N, D) with positions, resampled if the grid differs, and the grid."""
+        """Return the patch tokens (B, N, D) of images (B, C, H, W) with positions, and their grid.
+
+        The position embedding is resampled if the grid differs from the one that the model was built for.
+        """
         patches = self.model.patch_embed.proj(x)
         grid, built = tuple(patches.shape[-2:]), self.model.patch_embed.grid_size
         positions = resample_positions(self.model.pos_embed[:, -built[0] * built[1] :], built, grid)
         return self.model.norm_pre(self.model.pos_drop(patches.flatten(2).mT + positions)), grid
 
     def prefix_positions(self, num_patches: int) -> tuple[int, ...]:
-        """Empty: there are no class tokens."""
+        """Return no positions: there are no class tokens."""
         return ()
 
 
 class ViTAdapter(Pyramid):
     """A plain backbone with its adapter: four maps, all of the backbone's width.
 
-    The backbone's head, and its norm unless `final_norm` is set, which follow its blocks, are removed. The prior's
-    tokens c give the maps of strides 8, 16 and 32; the one of stride 8, upsampled and added to the prior's first map,
-    gives that of stride 4. To each map the resized patch tokens are added, and each has a norm of its own.
+    The adapter removes the backbone's head, and also its final norm unless `final_norm` is set. The prior's tokens c
+    become the maps of strides 8, 16 and 32. The map of stride 4 is the upsampled map of stride 8 plus the prior's first
+    map. The resized patch tokens are added to each map, and each map has a BatchNorm of its own.
 
     Args:
-        backbone: fulfils PlainBackbone, with patches of 16 pixels and a multiple of 4 blocks.
-        features: which patch tokens are added: `last`, those after the last block, to every map (detection); `each`,
-            those after each of the four interactions, to one map each (segmentation).
-        final_norm: keep the backbone's final norm, which the patch tokens pass before they are added. The tokens of a
-            pretrained backbone can be so large that the prior's detail drowns in them.
-        drop_path_rate: of every extractor's FFN; the backbone's blocks have their own.
+        backbone: a PlainBackbone with patches of 16 pixels and a multiple of 4 blocks.
+        features: the patch tokens that are added. `last` adds those after the last block to every map (detection);
+            `each` adds those after the i-th of the four interactions to the i-th map (segmentation).
+        final_norm: whether to keep the backbone's final norm and apply it to the patch tokens before they are added.
+            The tokens of a pretrained backbone can be so large that they drown the prior's detail.
+        drop_path_rate: rate of stochastic depth in every extractor's FFN; the backbone's blocks have their own rates.
         freeze_backbone: see `Pyramid`.
         size: hyper-parameters; the default is the entry of `_SIZES` for the backbone's width.
 
     Raises:
-        ValueError: a backbone that does not fit, or whose width is not in SIZES while `size` is None.
+        ValueError: a backbone that does not fit, or whose width is not in `_SIZES` while `size` is None.
     """
 
     def __init__(
@@ -334,7 +354,10 @@ class ViTAdapter(Pyramid):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Linear trunc_normal 0.02, convolutions N(0, 2/fan_out), biases 0, level embedding N(0, 1); no backbone."""
+        """Initialise everything but the backbone.
+
+        Linear weights are trunc_normal 0.02, convolutions N(0, 2/fan_out), biases 0, the level embedding N(0, 1).
+        """
         own = [module for name, module in self.named_modules() if not name.startswith("backbone.")]
         for module in own:
             if isinstance(module, nn.Linear):
@@ -352,7 +375,7 @@ class ViTAdapter(Pyramid):
         nn.init.normal_(self.level_embed)
 
     def forward(self, images: Tensor) -> list[Tensor]:
-        """(B, 3, H, W) -> (B, D, H/4, W/4), (B, D, H/8, W/8), (B, D, H/16, W/16), (B, D, H/32, W/32)."""
+        """Map images (B, 3, H, W) to (B, D, H/4, W/4), (B, D, H/8, W/8), (B, D, H/16, W/16) and (B, D, H/32, W/32)."""
         images = pad_to_stride(images)
         finest, *levels = self.prior(images)
         grids = [tuple(level.shape[-2:]) for level in levels]
@@ -368,7 +391,7 @@ class ViTAdapter(Pyramid):
         return maps
 
     def _interact(self, images: Tensor, c: Tensor, grids: list[Grid]) -> tuple[Tensor, list[Tensor]]:
-        """The prior's tokens (B, K, D) after all extractors, and the patch tokens (B, N, D) for each of the four maps."""
+        """Return the prior (B, K, D) after all extractors, and the patch tokens (B, N, D) for each of the four maps."""
         tokens, grid = self.backbone.embed(images)
         positions = self.backbone.prefix_positions(grid[0] * grid[1])
         centres, prior_centres = (reference_points(each, images.device) for each in ([grid], grids))
@@ -388,7 +411,7 @@ class ViTAdapter(Pyramid):
         self.grad_checkpointing = enable
 
     def group_matcher(self, coarse: bool = False, prefix: str = "") -> dict[str, Any]:
-        """Patterns as `Pyramid` says: embeddings are layer 0, block i is layer i + 1, the rest is the last layer."""
+        """Return timm's patterns: the embeddings are layer 0, block i is layer i + 1, all else is the last layer."""
         backbone = rf"^{re.escape(prefix)}backbone\.(?:model\.)?"
         return {
             "stem": rf"{backbone}(?:patch_embed|{'|'.join(EMBEDDINGS)})",
@@ -396,29 +419,29 @@ class ViTAdapter(Pyramid):
         }
 
     def no_weight_decay(self) -> set[str]:
-        """What the backbone exempts, except its embeddings: they decay as the level embedding does, as officially.
+        """Return the backbone's parameters without weight decay, except its embeddings.
 
-        Vectors and biases are exempt by timm's own rule.
+        The embeddings decay like the level embedding, as in the official code. timm exempts vectors and biases itself.
         """
         return {f"{self.trunk_name}.{name}" for name in self.trunk.no_weight_decay() if not name.startswith(EMBEDDINGS)}
 
     def is_removed(self, key: str) -> bool:
-        """Whether a key is of a part that the adapter removes: head, norm unless kept, or a ViT's class token."""
+        """Return whether a key belongs to the removed head, to a norm that is not kept, or to a ViT's class token."""
         removed = ("fc_norm.", "head.") if self.final_norm else ("norm.", "fc_norm.", "head.")
         return key.startswith(removed) or (isinstance(self.backbone, ClasslessViT) and key == "cls_token")
 
     def is_added(self, key: str) -> bool:
-        """As `Pyramid.is_added`: a ViT's layer scales."""
+        """Return whether the key is a layer scale that was added to a ViT."""
         return isinstance(self.backbone, ClasslessViT) and re.search(r"\.ls[12]\.gamma$", key) is not None
 
 
 def pad_to_stride(images: Tensor) -> Tensor:
-    """Images (B, 3, H, W), padded with zeros at the right and at the bottom to multiples of the largest stride."""
+    """Pad images (B, 3, H, W) with zeros at the right and at the bottom to multiples of the largest stride."""
     height, width = images.shape[-2:]
     return F.pad(images, (0, -width % STRIDES[-1], 0, -height % STRIDES[-1]))
 
 
 def to_maps(tokens: Tensor, grids: Sequence[Grid]) -> list[Tensor]:
-    """Tokens (B, Σ h·w, D) on consecutive grids -> a map (B, D, h, w) for each grid, channels last in memory."""
+    """Split tokens (B, Σ h·w, D) on consecutive grids into one map (B, D, h, w) per grid, channels-last views."""
     parts = tokens.split([h * w for h, w in grids], 1)
     return [part.mT.unflatten(2, grid) for part, grid in zip(parts, grids, strict=True)]

@@ -1,8 +1,8 @@
-"""Whether a layer may be read in the place of being called.
+"""Checks whether the weights of a layer may be read instead of calling the layer.
 
-Where several layers are one product, or a kernel takes the place of a block, weights are read and no layer is called. So
-that is for layers that are what the model was built with, and that nobody watches. A layer that was replaced, wrapped,
-parametrised, quantised or given another `forward`, and one with a hook, is called. What counts FLOPs finds a block whole.
+Code that joins several layers into one product, or replaces a block by fused kernels, reads their weights and bypasses
+`forward`. It may do so only for layers that are still as the model built them and that have no hooks. A layer that was
+replaced, wrapped, parametrised, quantised, given another `forward` or given a hook must be called.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from torch.utils.module_tracker import ModuleTracker
 
 
 class Built(NamedTuple):
-    """What a layer is built as: one of some classes, with a bias or not (None: whatever), and with these options."""
+    """Description of a layer as built: its class, whether it has a bias (None: either), and its attributes."""
 
     kinds: tuple[type[nn.Module], ...]
     bias: bool | None = None
@@ -22,16 +22,16 @@ class Built(NamedTuple):
 
 
 def built_conv(kind: type[nn.Conv1d] | type[nn.Conv2d], kernel: int, padding: int, *, bias: bool) -> Built:
-    """A convolution of stride 1 that pads with zeros."""
+    """Describe a convolution of stride 1 and dilation 1 that pads with zeros."""
     axes = 1 if kind is nn.Conv1d else 2
     numbers = {"kernel_size": kernel, "padding": padding, "stride": 1, "dilation": 1}
     return Built((kind,), bias, (*((name, (n,) * axes) for name, n in numbers.items()), ("padding_mode", "zeros")))
 
 
 def are_as_built(owner: nn.Module, layers: Mapping[str, Built]) -> bool:
-    """Whether these layers of a module, by name, are as built, and calling them does no more than their class does.
+    """Return whether these child layers of `owner` are as built and have no hooks.
 
-    It takes half a microsecond a layer, and is asked in each forward pass, since hooks and layers come and go.
+    Every forward pass asks again, because hooks and layers come and go. It takes half a microsecond per layer.
     """
     if has_global_hook():
         return False
@@ -44,7 +44,7 @@ def are_as_built(owner: nn.Module, layers: Mapping[str, Built]) -> bool:
             tensors = layer._parameters
             if (tensors.get("bias") is not None) is not bias:
                 return False
-            # a quantised or distributed tensor computes by itself what a layer asks of it, and joins no other
+            # a tensor subclass (quantised, distributed) overrides the products itself, and cannot be concatenated
             kind = type(tensors.get("weight"))
             if kind is not nn.Parameter and hasattr(kind, "__tensor_flatten__"):
                 return False
@@ -55,7 +55,7 @@ def are_as_built(owner: nn.Module, layers: Mapping[str, Built]) -> bool:
 
 
 def has_global_hook() -> bool:
-    """Whether a hook is on all modules, but for those by which FlopCounterMode knows in which module it counts."""
+    """Return whether a global module hook is set, other than those of FlopCounterMode's module tracker."""
     if not hooks._has_any_global_hook():
         return False
     forward = (*hooks._global_forward_pre_hooks.values(), *hooks._global_forward_hooks.values())
@@ -64,7 +64,7 @@ def has_global_hook() -> bool:
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether a module has a hook, or a `forward` of its own that is not its class's."""
+    """Return whether a module has a hook, or a `forward` set on the instance."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -75,6 +75,6 @@ def is_watched(module: nn.Module) -> bool:
 
 
 def find_bias(layer: nn.Module, zeros: Tensor) -> Tensor:
-    """What a linear layer adds: its bias, or what another module in its place makes of zeros (inputs,)."""
+    """Return the bias of a linear layer, or the output for `zeros` (inputs,) of a module that took its place."""
     own = layer.bias if type(layer) is nn.Linear else None
     return layer(zeros[None])[0] if own is None else own

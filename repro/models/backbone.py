@@ -1,8 +1,7 @@
-"""What this project's families share: timm's interface and the PlainBackbone protocol, over blocks of equal width.
+"""Base class of plain backbones: timm's interface and the PlainBackbone protocol, over blocks of equal width.
 
-A family adds its blocks, its final norm, its embeddings and its class feature. Everything else is here once:
-cutting an image into a grid of patches, returning features from between the blocks, replacing the head, and recomputing
-blocks in the backward pass.
+A family adds its blocks, final norm, embeddings and class feature. Shared code does the rest: patch embedding,
+intermediate features, head replacement and gradient checkpointing.
 """
 
 import inspect
@@ -32,9 +31,10 @@ _logger = logging.getLogger(__name__)
 class PlainBackbone(Protocol):
     """A non-hierarchical backbone whose tokens other modules can change between two blocks.
 
-    `embed(x)` turns an image (B, C, H, W) into tokens (B, T, D) and their (h, w) grid. Each of `blocks`, called as
-    `block(tokens, (h, w))`, returns tokens of the same shape, and `norm` follows the last one. `prefix_positions(h·w)`
-    lists the positions of the class tokens in ascending order; a module between blocks must change only the others.
+    `embed(x)` turns an image (B, C, H, W) into tokens (B, T, D) and the (h, w) grid of the patches. Each of `blocks`,
+    called as `block(tokens, (h, w))`, returns tokens of the same shape, and `norm` follows the last one.
+    `prefix_positions(h·w)` lists the positions of the class tokens in ascending order; a module between blocks must
+    change only the other tokens.
     """
 
     embed_dim: int
@@ -51,18 +51,17 @@ class Backbone(ImageModel):
     """A backbone whose blocks map tokens (B, T, D) on an (h, w) grid to tokens of the same shape.
 
     A subclass sets `blocks` (each called as `block(tokens, grid)`) and `norm`. One with positions or class tokens
-    implements `embed`, `prefix_positions` and `class_feature`; the default is patches alone and their mean. One whose
-    multiply-adds have a closed form implements `param_terms()` and `mac_terms(image_size)`: named counts that add up to
-    the model's parameters, and to the multiply-adds for one image; `repro.bench.flops` takes them as its count.
+    overrides `embed`, `prefix_positions` and `class_feature`; by default there are only patches, and the class feature
+    is their mean. One with closed-form counts implements `param_terms()` and `mac_terms(image_size)`: named counts that
+    add up to the model's parameters, and to its multiply-adds for one image. `repro.bench.flops` uses them.
 
     Args:
         img_size: image height and width that the model is built for; `embed` adapts to others.
         patch_size: side of a patch in pixels; height and width of every image must be multiples of it.
-        in_chans, embed_dim, depth, drop_rate: channels of the image, width D, number of blocks, dropout before the
-            head.
+        in_chans, embed_dim, depth, drop_rate: image channels, width D, number of blocks, dropout before the head.
         num_classes: outputs of the head; 0 builds no head.
-        pool: the strategy of the class feature; the default `class_feature` is the mean whatever it says. timm's
-            `global_pool` calls `mean` avg, and a strategy with class tokens token.
+        pool: class strategy, for subclasses; the default `class_feature` is always the mean. timm's `global_pool` is
+            `avg` for `mean`, `max` for `max`, and `token` for the other strategies.
         drop_path_rate: rate of stochastic depth in the last block; `drop_path_rates`, one a block, rise linearly to it.
     """
 
@@ -99,7 +98,7 @@ class Backbone(ImageModel):
         self.register_load_state_dict_pre_hook(_fit_positions)
 
     def grid_of(self, height: int, width: int) -> Grid:
-        """Rows and columns of patches in an image, whose sides must be multiples of the patch size (ValueError)."""
+        """Return the rows and columns of patches in an image; ValueError for sides that the patch does not divide."""
         p = self.patch_size
         if height < p or width < p or height % p or width % p:
             raise ValueError(
@@ -108,40 +107,39 @@ class Backbone(ImageModel):
         return height // p, width // p
 
     def patches(self, x: Tensor) -> tuple[Tensor, Grid]:
-        """Image (B, C, H, W) -> patch tokens (B, h·w, D), row-major, and their (h, w) grid; raises as `grid_of`."""
+        """Return patch tokens (B, h·w, D), row-major, of images (B, C, H, W), and their grid; raises as `grid_of`."""
         self.check_image_size(*x.shape[-2:])
         grid = self.grid_of(*x.shape[-2:])
         return self.patch_embed(x).flatten(2).transpose(1, 2), grid
 
     def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
-        """Image (B, C, H, W) -> the first block's tokens (B, T, D), and the patches' (h, w); raises as `patches`."""
+        """Return the first block's input (B, T, D) for images (B, C, H, W), and the grid; raises as `patches`."""
         return self.patches(x)
 
     def prefix_positions(self, num_patches: int) -> tuple[int, ...]:
-        """Positions of the class tokens in the token sequence, ascending; empty for a family without class tokens."""
+        """Return the ascending positions of the class tokens in the sequence; empty for a family without them."""
         return ()
 
     def class_feature(self, tokens: Tensor) -> Tensor:
-        """Normalised tokens (B, T, D) -> class feature (B, D)."""
+        """Compute the class feature (B, D) of normalised tokens (B, T, D)."""
         return tokens.mean(dim=1)
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """Image (B, C, H, W) -> tokens (B, T, D) after the final norm, with class tokens at `prefix_positions`."""
+        """Map images (B, C, H, W) to tokens (B, T, D) after the final norm, class tokens at `prefix_positions`."""
         tokens, grid = self.embed(x)
         for block in self.blocks:
             tokens = run_block(block, tokens, grid, recompute=self.grad_checkpointing)
         return self.norm(tokens)
 
     def pool_features(self, x: Tensor) -> Tensor:
-        """Normalised tokens (B, T, D) -> the class feature, or the mean of the patches (B, D), by `global_pool`."""
+        """Pool normalised tokens (B, T, D) to the class feature or the mean of the patches (B, D), by `global_pool`."""
         if self.global_pool == self.pooled_by:
             return self.class_feature(x)
         num_prefixes = len(self.prefix_positions(1))
         return remove_tokens(x, self.prefix_positions(x.shape[1] - num_prefixes)).mean(dim=1)
 
     def set_input_size(self, img_size: int | Grid | None = None, patch_size: int | Grid | None = None) -> None:
-        """Build the model for images of another size in pixels: its tables of positions are resampled for it, which
-        otherwise happens in each forward pass.
+        """Resample the position tables once for images of another size in pixels, instead of in each forward pass.
 
         Raises:
             ValueError: another patch size, a size off the patch grid, or an option that ties the model to its size.
@@ -155,13 +153,13 @@ class Backbone(ImageModel):
         self.img_size, self.grid_size = size, grid
 
     def _resize(self, grid: Grid) -> None:
-        """Resample what depends on the grid of the patches (h, w)."""
+        """Resample the parameters that depend on the (h, w) grid of the patches."""
         if (table := getattr(self, "pos_embed", None)) is not None:
             with torch.no_grad():
                 self.pos_embed = nn.Parameter(self.resample_table(table, self.grid_size, grid), table.requires_grad)
 
     def resample_table(self, table: Tensor, before: Grid, after: Grid) -> Tensor:
-        """`pos_embed` (1, T, D) for one grid of patches -> for another; class tokens keep any rows that they have."""
+        """Resample `pos_embed` (1, T, D) from one grid of patches to another; rows of class tokens are kept."""
         shared = table.shape[1] > before[0] * before[1]
         rows, new_rows = (self.prefix_positions(h * w) if shared else () for h, w in (before, after))
         return resample_positions(table, before, after, rows, new_rows)
@@ -176,15 +174,20 @@ class Backbone(ImageModel):
         intermediates_only: bool = False,
         return_prefix_tokens: bool = False,
     ) -> list[Any] | tuple[Tensor, list[Any]]:
-        """Patch tokens after selected blocks, as timm's feature interface defines it; class tokens are left out, or
-        follow in a pair (patches, class tokens (B, n, D)) with `return_prefix_tokens`.
+        """Return the patch tokens after selected blocks, as timm's feature interface defines it.
 
-        `indices` are the last n blocks (an int), all (None) or those of a list; `norm` applies the final norm to them
-        too; `stop_early` skips the blocks after the last selected one; `output_fmt` is `NCHW` for (B, D, h, w) or `NLC`
-        for (B, h·w, D).
+        Args:
+            indices: the last n blocks (an int), all blocks (None), or a list of blocks.
+            norm: whether to apply the final norm to the intermediates.
+            stop_early: whether to skip the blocks after the last selected one.
+            output_fmt: `NCHW` for (B, D, h, w) or `NLC` for (B, h·w, D).
+            return_prefix_tokens: return pairs (patches, class tokens (B, n, D)) instead of the patches alone.
 
         Returns:
             The intermediates if `intermediates_only`, else (tokens as from `forward_features`, intermediates).
+
+        Raises:
+            ValueError: another `output_fmt`.
         """
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt {output_fmt!r} is not NCHW or NLC")
@@ -205,7 +208,7 @@ class Backbone(ImageModel):
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove the blocks after the last index and, if asked, final norm and head; returns the absolute indices."""
+        """Remove the blocks after the last index and, if asked, final norm and head; return the absolute indices."""
         take, last = feature_take_indices(len(self.blocks), indices)
         self.blocks = self.blocks[: last + 1]
         if prune_norm:
@@ -215,7 +218,7 @@ class Backbone(ImageModel):
         return take
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Patterns that assign parameters to layers, for layer-wise learning-rate decay."""
+        """Return timm's patterns that assign parameters to layers, for layer-wise learning-rate decay."""
         return {
             "stem": r"^cls_token|^cls_pos_embed|^pos_embed|^patch_embed",
             "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],
@@ -223,7 +226,7 @@ class Backbone(ImageModel):
 
 
 def run_block(block: Callable[[Tensor, Grid], Tensor], tokens: Tensor, grid: Grid, *, recompute: bool) -> Tensor:
-    """The block's tokens; `recompute` keeps no activations for backward. Without images, the tokens that came in."""
+    """Run a block, with gradient checkpointing if `recompute`; return the tokens unchanged for a batch of no images."""
     if tokens.shape[0] == 0:
         return tokens
     if recompute and torch.is_grad_enabled():
@@ -232,7 +235,7 @@ def run_block(block: Callable[[Tensor, Grid], Tensor], tokens: Tensor, grid: Gri
 
 
 def remove_tokens(tokens: Tensor, positions: tuple[int, ...]) -> Tensor:
-    """(B, T, D) -> (B, T - len(positions), D) without the tokens at the ascending `positions`."""
+    """Drop the tokens at the ascending `positions`: (B, T, D) -> (B, T - len(positions), D)."""
     if not positions:
         return tokens
     starts, ends = (0, *(p + 1 for p in positions)), (*positions, tokens.shape[1])
@@ -240,7 +243,7 @@ def remove_tokens(tokens: Tensor, positions: tuple[int, ...]) -> Tensor:
 
 
 def insert_tokens(tokens: Tensor, extra: Tensor, positions: tuple[int, ...]) -> Tensor:
-    """The inverse of `remove_tokens`: n tokens of `extra` (B, n, D) go to n ascending `positions` of the result."""
+    """Invert `remove_tokens`: put the n tokens of `extra` (B, n, D) at n ascending `positions` of the result."""
     pieces, done = [], 0
     for i, position in enumerate(positions):
         pieces += [tokens[:, done : position - i], extra[:, i : i + 1]]
@@ -251,8 +254,9 @@ def insert_tokens(tokens: Tensor, extra: Tensor, positions: tuple[int, ...]) -> 
 def resample_positions(
     embedding: Tensor, before: Grid, after: Grid, rows: tuple[int, ...] = (), new_rows: tuple[int, ...] = ()
 ) -> Tensor:
-    """Positions (1, T, D) for another grid of patches, bicubically; class tokens' rows are kept, at `new_rows`."""
-    # a graph for all sizes resamples to any of them, the model's own too, where that changes nothing
+    """Resample positions (1, T, D) bicubically to another patch grid; class tokens' `rows` move to `new_rows`."""
+    # under symbolic shapes the comparison must add no guard: such a graph always resamples, which at equal size is
+    # the identity
     if all(statically_known_true(old == new) for old, new in zip(before, after, strict=True)):
         return embedding
     patches = remove_tokens(embedding, rows).float().unflatten(1, before).permute(0, 3, 1, 2)
@@ -261,18 +265,18 @@ def resample_positions(
 
 
 def _fit_positions(model: Backbone, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
-    """A hook before loading: timm's `create_model(..., checkpoint_path=FILE)` and `pretrained=True` load by it."""
+    """Resample `pos_embed` before loading, also for timm's `checkpoint_path=FILE` and `pretrained=True`."""
     if (own := getattr(model, "pos_embed", None)) is not None:
         fit_table(state, f"{prefix}pos_embed", own, model.grid_size, model.resample_table)
 
 
 def fit_table(state: dict[str, Tensor], key: str, own: Tensor, grid: Grid, resample: Callable[..., Tensor]) -> None:
-    """Resample a table of positions (1, T, D) in a state dict, which is that of a square image of another size.
+    """Resample a position table (1, T, D) in a state dict, if it belongs to a square image of another size.
 
     Args:
-        state, key: the state dict, which changes, and the table's place in it.
-        own, grid: the model's table, and the grid of patches that it is for.
-        resample: (table, grid before, grid after) -> the table for another grid.
+        state, key: the state dict, which is changed in place, and the table's key.
+        own, grid: the model's table and its patch grid.
+        resample: (table, grid before, grid after) -> resampled table.
     """
     table = state.get(key)
     if table is None or table.ndim != 3 or table.shape[::2] != own.shape[::2] or table.shape == own.shape:
@@ -285,16 +289,16 @@ def fit_table(state: dict[str, Tensor], key: str, own: Tensor, grid: Grid, resam
 
 
 def pad_for_scans(parts: Sequence[Tensor], count: int) -> Tensor:
-    """Tokens (B, T, E) of the one or two scans -> (B, T + count, R·E), with zeros before a scan's first token."""
+    """Join the tokens (B, T, E) of R scans, with `count` zeros before each scan's first token: (B, T + count, R·E)."""
     sides = (count, 0), (0, count)
     return torch.cat([F.pad(part, (0, 0, *side)) for part, side in zip(parts, sides, strict=False)], dim=-1)
 
 
 def convolve_scans(padded: Tensor, weights: Sequence[Tensor], bias: Tensor) -> Tensor:
-    """Causal depth-wise convolution of what `pad_for_scans` returns, by weights (E, 1, K) in scan order -> (B, T, R·E).
+    """Convolve the result of `pad_for_scans` depth-wise and causally, by weights (E, 1, K) in scan order: (B, T, R·E).
 
-    It runs as a 2-D convolution of height 1, whose channels-last path needs no transposed copy: several times faster on
-    CPUs than conv1d.
+    It runs as a 2-D convolution of height 1, whose channels-last path needs no transposed copy. On CPUs that is several
+    times faster than conv1d.
     """
     weight = torch.cat([weights[0], *(backward.flip(-1) for backward in weights[1:])]).unsqueeze(2)
     out = F.conv2d(padded.transpose(1, 2).unsqueeze(2), weight, bias, groups=len(weight))
@@ -302,8 +306,9 @@ def convolve_scans(padded: Tensor, weights: Sequence[Tensor], bias: Tensor) -> T
 
 
 def call_scans(layers: Sequence[nn.Module], parts: Sequence[Tensor], count: int) -> Tensor:
-    """`convolve_scans` of the tokens (B, T, E) of the one or two scans, by calling layers: one for each scan, or one for
-    all; `count` tokens of zeros go before a scan's first. -> (B, T, R·E)
+    """Compute `convolve_scans` of padded tokens (B, T, E) by calling the layers: (B, T, R·E).
+
+    There is one layer for each scan, or one for all. `count` zeros go before a scan's first token.
     """
     given = [parts[0], *(part.flip(1) for part in parts[1:])]
     given = given if len(layers) == len(given) else [torch.cat(given, -1)]
@@ -313,13 +318,13 @@ def call_scans(layers: Sequence[nn.Module], parts: Sequence[Tensor], count: int)
 
 
 def default_cfg(input_size: int) -> dict[str, Any]:
-    """timm's configuration of a model of any image size, where it is not the default: a side in pixels, and names."""
+    """Return the entries of timm's configuration that differ from its defaults; `input_size` is a side in pixels."""
     shape = (3, input_size, input_size)
     return {"input_size": shape, "first_conv": "patch_embed", "classifier": "head", "license": "apache-2.0"}
 
 
 def rename_prefixes(state_dict: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict[str, Tensor]:
-    """A state dict with its keys' prefixes replaced; keys without such a prefix stay. Raises as `rename_keys`."""
+    """Replace the prefixes of a state dict's keys; keys without such a prefix stay. Raises as `rename_keys`."""
 
     def rename(key: str) -> str:
         old = next((prefix for prefix in prefixes if key.startswith(prefix)), "")
@@ -329,10 +334,10 @@ def rename_prefixes(state_dict: Mapping[str, Tensor], prefixes: Mapping[str, str
 
 
 def rename_keys(state_dict: Mapping[str, Tensor], rename: Callable[[str], str]) -> dict[str, Tensor]:
-    """A state dict under other keys.
+    """Rename the keys of a state dict.
 
     Raises:
-        UserError: two keys that become one, of which one tensor would be lost.
+        UserError: two keys get the same new name, so one tensor would be lost.
     """
     sources: dict[str, str] = {}
     for key in state_dict:
@@ -359,7 +364,8 @@ def create(model_class: type[nn.Module], variant: str, pretrained: bool, **kwarg
         return build_model_with_cfg(model_class, variant, pretrained, feature_cfg=feature_cfg, **kwargs)
     options = inspect.signature(model_class).parameters
     dynamic, pooling = kwargs.pop("dynamic_img_size", True), kwargs.pop("global_pool", None)
-    if pooling and "pool" in options:  # the pooling is a choice of the architecture
+    # Vittt has an option `pool`: class tokens depend on it, so it must be known before the model is built
+    if pooling and "pool" in options:
         kwargs["pool"], pooling = {"avg": "mean", "token": "mid"}.get(pooling, pooling), None
     try:
         built = build_model_with_cfg(model_class, variant, pretrained, feature_cfg=feature_cfg, **kwargs)
@@ -380,9 +386,10 @@ def create(model_class: type[nn.Module], variant: str, pretrained: bool, **kwarg
 
 
 def register_sizes(model_class: type[nn.Module], sizes: Mapping[str, Mapping[str, Any]], **names: str) -> None:
-    """Register a family with timm, without weights: `sizes` maps the name of each model to the arguments that build it.
+    """Register a family with timm, without weights.
 
-    `names` are `first_conv` and `classifier` of timm's configuration, where they are not those of `default_cfg`.
+    `sizes` maps the name of each model to the arguments that build it. `names` replaces `first_conv` or `classifier` of
+    `default_cfg`.
     """
     module = model_class.__module__
     configs = {

@@ -1,6 +1,6 @@
-"""A block of Vittt as one operator to PyTorch, for inference; it has no derivative.
+"""A block of Vittt as one custom operator for inference, without a derivative.
 
-A compiler, a profiler or a mode finds one operation, which computes the bits of eager inference.
+Compilers, profilers and dispatch modes see one operation. Its result is bitwise that of eager inference.
 """
 
 from collections.abc import Callable
@@ -21,20 +21,21 @@ def define_operator(name: str, run: _Run, measure: Callable[[list[Any]], tuple[i
     """Define `vision_ttt::<name>`: (tokens (B,T,D), constants, height of the grid, eps) -> (B,T,D).
 
     Args:
-        name: of the operator.
-        run: computes it. Gradients never come here: autograd has no rule, and `run` works on its own copy of tokens.
-        measure: the shapes of the constants -> the learner's heads, its chunk, and the hidden units of the MLP.
+        name: name of the operator.
+        run: its implementation, which must not write to `tokens`. The operator has no autograd rule.
+        measure: maps the shapes of the constants to (heads of the learner, chunk size, hidden units of the MLP); the
+            FLOP formula needs them.
     """
     _LIBRARY.define(
         f"{name}(Tensor tokens, Tensor[] constants, SymInt height, float[] eps) -> Tensor",
-        tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),  # kernels and loops read by strides
+        tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),  # kernels and loops rely on the strides
     )
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     packet = getattr(getattr(torch.ops, NAMESPACE), name)
     torch.library.register_fake(packet.default, _make_fake, lib=_LIBRARY)
 
     def count(tokens: tuple, constants: list[tuple], *_: Any, **__: Any) -> int:
-        """Count those of the plain path."""
+        """Count the FLOPs of the plain path."""
         (B, T, D), (H, chunk, hidden) = tokens, measure(constants)
         products, taps = 5 * D + H + D + 3 * hidden, 9 + 2 * 2 * 4
         return 2 * B * T * D * (products + taps) + forward_flops((B, T, 2, H, D // H), chunk)

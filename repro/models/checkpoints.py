@@ -1,7 +1,7 @@
-"""The one way to open a model from its weights, wherever they come from, and to start a training from them.
+"""Checkpoints: models opened from weights of any origin, and the initialisation of a training from them.
 
-`open_weights` reads a file once, or finds what a name of published weights means; the `Checkpoint` that it returns builds
-the model or gives the tensors. `initialise` fills a freshly built classifier, for fine-tuning.
+`open_weights` reads a weights file, or resolves the name of published weights, and returns a `Checkpoint`. The
+checkpoint builds the model or returns the tensors. `initialise` fills a freshly built classifier for fine-tuning.
 """
 
 import dataclasses
@@ -21,35 +21,36 @@ from .reading import Reading
 from .registry import build_model, family_module
 from .weights import adapt_to_size, classifier_names, load_state, open_file, translate_official
 
-# options that depend on the data and the training and are not part of the architecture; no weight depends on
-# MambaVision's windows
+# options of the data and the training, not of the architecture; `windows` are MambaVision's, and no weight depends on
+# them
 _OF_THE_TRAINING = {"num_classes", "img_size", "drop_rate", "drop_path_rate", "windows"}
 _Size = int | tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A model with its weights: a file of this project, one of the authors of a family, or weights that timm loads."""
+    """A model with its weights: a file of this project, a family's official file, or weights that timm loads."""
 
-    name: str  # what records call the model
+    name: str  # the model's name in records
     model: str  # its registered name
-    # further arguments that build it; the rest are the defaults
+    # arguments that build the model, where they are not the defaults
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    task: Mapping[str, Any] | None = None  # for a dense model, the task's `name` and the params that build the rest
+    task: Mapping[str, Any] | None = None  # a dense model's task: its `name`, and the params that build the decoder
     classes: tuple[str, ...] | None = None  # names in the order of the outputs; None if the weights do not name them
     num_classes: int | None  # None for a backbone without its head
     preprocessing: Mapping[str, Any]  # the evaluation transform in timm's names; `input_size` is that of the training
     path: Path | None = None  # None for weights that timm fetches
-    # what else records say of the weights: options, weights_file, weights_tag, weights_license
+    # further entries of the records: options, weights_file, weights_tag, weights_license
     facts: Mapping[str, Any]
-    # the file's tensors, under this project's names but for timm's; None for weights that timm fetches
+    # the file's tensors; a file for one of timm's models keeps its names, the others have this project's; None for
+    # weights that timm fetches
     state: Mapping[str, Tensor] | None = dataclasses.field(default=None, repr=False, compare=False)
     is_own: bool = False  # whether `save_weights` wrote the file
     published: Published | None = None  # for weights that timm loads
 
     @property
     def where(self) -> Path | str:
-        """How errors name the weights."""
+        """The name of the weights in error messages."""
         return self.path or self.name
 
     @functools.cached_property
@@ -59,24 +60,25 @@ class Checkpoint:
 
     @property
     def image_size(self) -> int:
-        """Side in pixels of the images of the training."""
+        """Side of the training images in pixels."""
         return self.preprocessing["input_size"][-1]
 
     @property
     def size_option(self) -> dict[str, Any]:
-        """`img_size` as the training built the model, to build one for these weights; empty if it was the default."""
+        """The option `img_size` that the training built the model with; empty if it was the default."""
         return {key: value for key, value in self.options.items() if key == "img_size"}
 
     def require_classifier(self) -> Self:
-        """The checkpoint itself; a UserError if it holds a dense model."""
+        """Return the checkpoint itself; raise a UserError if it holds a dense model."""
         if self.task is not None:
             raise UserError(f"{self.path}: holds a model for the task {self.task['name']!r}, expected a classifier")
         return self
 
     def build(self, image_size: _Size | None = None) -> nn.Module:
-        """The classifier with its weights, in eval mode, for images of a side, or height and width, in pixels.
+        """Build the classifier with its weights, in eval mode.
 
-        The default is the size of the training; for another one, positions of a model built for one size are resampled.
+        `image_size` is a side, or height and width, in pixels; the default is that of the training. For another size,
+        position tables are resampled.
 
         Raises:
             UserError: a dense model, weights that do not fit, or a size that the model does not take.
@@ -90,21 +92,22 @@ class Checkpoint:
         return self._build_published(num_classes=self.num_classes, img_size=size).eval()
 
     def read_state(self, options: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
-        """The tensors under this project's names; raises as `build`.
+        """Return the tensors under this project's names; raises as `build`.
 
-        `options` are the arguments of the model that the tensors are for, by which timm adapts its own weights.
+        `options` are the arguments of the model that the tensors are for; timm adapts its own weights to them.
         """
         if self.published is not None:
             kept = {**(options or {}), "num_classes": self.num_classes}
-            # what is initialised after this does not depend on where the weights came from
+            # building the model draws random numbers: without the fork, modules initialised afterwards would depend on
+            # the origin of the weights
             with torch.random.fork_rng(devices=[]):
                 return self._build_published(**kept).state_dict()
-        # through the model, so that a file that does not fit its own description is an error; the random numbers that
-        # this draws also precede those of a detector's heads, whose initial values they determine
+        # build the model, so that a file that does not fit its own description is an error. This draws random numbers
+        # before a detector's heads are initialised, and existing results depend on it
         return self.build().state_dict() if self.is_own and not self.task else dict(self.state)
 
     def load_into(self, model: nn.Module) -> None:
-        """Fill a model, classifier or dense, built as a file of this project says; UserError if it does not fit."""
+        """Fill a classifier or dense model that was built from this file's options; UserError if it does not fit."""
         error = f"{self.path}: does not fit {self.model} as built from its options {dict(self.options)}"
         load_state(model, self.state, error)
 
@@ -126,7 +129,7 @@ class Checkpoint:
     def _build_official(self, image_size: _Size) -> nn.Module:
         if self.num_classes is None:
             own = build_model(self.model).state_dict()
-            # names of another model say more than the missing head
+            # keys of another model explain more than the missing head does
             if foreign := [key for key in self.state if key not in own]:
                 more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
                 raise UserError(
@@ -146,16 +149,16 @@ class Checkpoint:
 
 
 def open_weights(path: Path | None, *, model: str | None = None) -> Checkpoint:
-    """Find out which model some weights belong to; nothing is built, and nothing is fetched.
+    """Open weights and find the model that they belong to, without building or downloading anything.
 
     Args:
         path: a file of this project, an official file of a family, or one that timm can load; None for weights that
             timm publishes.
-        model: registered name, which only a file of this project does without; of timm's models it may end in a tag.
+        model: the registered name; only a file of this project needs none. A name of timm's may end in a tag.
 
     Raises:
-        UserError: a file that does not exist, cannot be read or belongs to another model; an unknown model; no model
-            named where one is needed; or published weights that do not exist.
+        UserError: a file that does not exist, cannot be read or belongs to another model; an unknown model; a missing
+            model name; or published weights that do not exist.
     """
     if path is None:
         if model is None:
@@ -173,7 +176,7 @@ def open_weights(path: Path | None, *, model: str | None = None) -> Checkpoint:
 
 
 def open_own(path: Path, advice: str = "take one that it trained") -> Checkpoint:
-    """Open a file of this project; raises as `open_weights`, also for other files, where `advice` ends the error."""
+    """Open a file of this project; raises as `open_weights`, and for any other file with `advice` at the end."""
     state, metadata = open_file(path)
     if metadata is None:
         raise UserError(
@@ -210,8 +213,8 @@ def _describe_official(path: Path, state: Mapping[str, Tensor], model: str) -> C
         name=model,
         model=model,
         num_classes=None if head is None else len(head),
-        # the published evaluation of all these families: short side to 256 bicubically, the central 224, ImageNet's
-        # statistics
+        # all these families publish the same evaluation: short side to 256, bicubic, central crop of 224, ImageNet's
+        # mean and std
         preprocessing=dataclasses.asdict(config),
         path=path,
         facts={"options": {}, "weights_file": path.name},
@@ -229,7 +232,7 @@ def _describe_timm_file(path: Path, state: Mapping[str, Tensor], model: str) -> 
         num_classes=len(heads[0]) if heads else published.preprocessing["num_classes"],
         preprocessing=published.preprocessing,
         path=path,
-        # without options: reports then do not take it for a paper's model, because other data may have gone into it
+        # no options: reports must not take it for a paper's model, because it may have been trained on other data
         facts={"weights_file": path.name},
         state=state,
         published=published,
@@ -268,7 +271,7 @@ def require_same_architecture(checkpoint: Checkpoint, name: str, options: Mappin
 
 
 def _architecture(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that are part of the architecture, as they come back from JSON."""
+    """Return the options that are part of the architecture, with tuples as lists, as JSON returns them."""
     kept = {key: value for key, value in options.items() if key not in _OF_THE_TRAINING}
     if (reading := str(Reading.of(kept.pop("reading", "")))) != "":
         kept["reading"] = reading
@@ -276,24 +279,23 @@ def _architecture(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_classes(checkpoint: Checkpoint, classes: Sequence[str]) -> bool:
-    """Whether the outputs of a checkpoint's head are these classes, in this order; by number where it names none.
+    """Return whether a checkpoint's head has these classes in this order; without names, only the number is compared.
 
-    Names that only count, 0, 1, ..., are none: files made of published weights have them.
+    The names 0, 1, ... count as no names: files made from published weights have them.
     """
     counted = tuple(map(str, range(len(classes))))
     return checkpoint.num_classes == len(classes) and checkpoint.classes in (None, counted, tuple(classes))
 
 
 def initialise(model: nn.Module, checkpoint: Checkpoint, classes: Sequence[str] | None = None) -> dict[str, str]:
-    """Fill a freshly built classifier with the weights of a checkpoint, strictly, to fine-tune it.
+    """Fill a freshly built classifier strictly with the weights of a checkpoint, to fine-tune it.
 
-    The head stays as it is where the classes differ, see `has_classes` (None compares their number), and position
-    embeddings are resampled where the image size differs.
+    A head for other classes stays as initialised; see `has_classes`, and for `classes` None only the numbers of classes
+    are compared. Position embeddings are resampled if the image size differs.
 
     Returns:
-        A line for every key of both: `used`; `expected: new` for the head of the model, if its classes differ;
-            `expected: not needed`
-        for keys of the checkpoint's head that the model's head does not have.
+        A status for every key of the model and the checkpoint: `used`; `expected: new` for a head that stays as
+        initialised; `expected: not needed` for keys of the checkpoint's head that the model does not have.
 
     Raises:
         UserError: a checkpoint that cannot be read, belongs to another model or does not fit; the model is then
@@ -315,5 +317,5 @@ def initialise(model: nn.Module, checkpoint: Checkpoint, classes: Sequence[str] 
 
     error = f"{checkpoint.where}: does not fit {name} as built with {options or 'no options'}"
     report = load_state(model, state, error, not_needed=of_the_head, new=of_the_head)
-    # a head that both have is new
+    # a key of both heads was reported as not needed: the model's own head makes it new
     return report | {key: "expected: new" for key in model.state_dict() if report.get(key) != "used"}

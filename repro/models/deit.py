@@ -16,7 +16,7 @@ official_state_dict = dict  # weights published for timm's class already have it
 
 @register_model
 def deit_nano_patch16_144(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
-    """The size of the other nanos: D 64, 4 blocks, one head of 64; with a class token."""
+    """Build a DeiT of the size of the other nanos: D 64, 4 blocks, one head of 64; with a class token."""
     sizes = {"img_size": 144, "patch_size": 16, "embed_dim": 64, "depth": 4, "num_heads": 1}
     return create(
         VisionTransformer,

@@ -3,8 +3,8 @@ embedded data sets.
 
 A denoiser predicts the noise in a noisy input at a timestep, given a class: latents of a VAE with 4 channels, or
 pixels. DiT mixes tokens by softmax attention. DiT3 mixes them by the TTT block of ViT3, after a depth-wise convolution
-(CPE), which a DiT may have too. DiT5 is a DiT whose softmax attention becomes the mixer of T5: it inherits everything
-else. Positions are fixed sines and cosines of the grid, so any input whose sides the patch divides will do.
+(CPE), which a DiT may have too. DiT5 replaces the softmax attention of a DiT by the mixer of T5 and inherits all other
+weights. Positions are fixed sines and cosines of the grid, so every input whose sides the patch divides is valid.
 
 Shape suffixes: B images, N tokens (h·w), C width; the input is (B, K, H, W).
 """
@@ -32,8 +32,8 @@ from .vit3 import InnerTraining
 
 EPS = 1e-6
 MIXERS = ("softmax", "ttt", "t5")
-WINDOW = 5  # of the neighbourhood attention in DiT5
-WAVES = 256  # sines and cosines of a timestep
+WINDOW = 5  # side of the window of the neighbourhood attention in DiT5, in tokens
+WAVES = 256  # sines and cosines that encode a timestep
 LONGEST_PERIOD = 10_000.0
 
 
@@ -41,10 +41,11 @@ T5_LOOP = InnerLoop(model="mlp", depth=2, loss="mse")
 
 
 class DiTBlock(nn.Module):
-    """Tokens + CPE, where there is one; then the mixer and an MLP, each on normed tokens, shifted and scaled.
+    """Transformer block with adaLN-Zero conditioning, after an optional depth-wise convolution (CPE).
 
-    With (β1, γ1, α1, β2, γ2, α2) = Linear(SiLU(c)), the residuals are α1 · mixer((1 + γ1) · LN(x) + β1), and the same
-    with the MLP (adaLN-Zero: the linear layer begins at zero, and the block as the identity).
+    With (β1, γ1, α1, β2, γ2, α2) = Linear(SiLU(c)) of the condition c, the block adds α1 · mixer((1 + γ1) · LN(x) + β1)
+    and then α2 · MLP((1 + γ2) · LN(x) + β2). The linear layer starts at zero, so the block without CPE starts as the
+    identity.
     """
 
     def __init__(self, dim: int, num_heads: int, mixer: Literal["softmax", "ttt", "t5"], cpe: bool):
@@ -57,7 +58,7 @@ class DiTBlock(nn.Module):
         self.modulation = nn.Linear(dim, 6 * dim)
 
     def forward(self, tokens: Tensor, grid: Grid, condition: Tensor) -> Tensor:
-        """Tokens (B, N, C), row-major on an (h, w) grid, and the condition (B, C) -> (B, N, C)."""
+        """Map tokens (B, N, C), row-major on an (h, w) grid, to (B, N, C), given the condition (B, C)."""
         tokens = add_convolved(tokens, self.cpe, grid)
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(F.silu(condition)).unsqueeze(1).chunk(6, dim=-1)
         mixed = modulate(self.norm1(tokens), shift1, scale1)
@@ -66,17 +67,20 @@ class DiTBlock(nn.Module):
 
 
 class Denoiser(OperatorModel):
-    """DiT, DiT3 with `mixer="ttt"`, or DiT5 with `mixer="t5"`.
+    """Class-conditional diffusion transformer: DiT, DiT3 with `mixer="ttt"`, or DiT5 with `mixer="t5"`.
 
     Args:
         patch_size: side of a patch; height and width of every input must be multiples of it.
-        in_channels: K, of the input: 4 for latents, 1 or 3 for pixels.
-        embed_dim, depth, num_heads: C, the number of blocks, and the heads of the mixer.
-        num_classes: labels 0 to num_classes - 1; the label num_classes means no class.
-        mixer: how tokens see each other.
-        cpe: a depth-wise 3x3 convolution before each mixer; None has it with `ttt` alone.
-        learn_sigma: the output has K more channels, which determine the variance of a step; see
+        in_channels: input channels K: 4 for latents, 1 or 3 for pixels.
+        embed_dim, depth, num_heads: width C, number of blocks, heads of the mixer.
+        num_classes: number of classes; label `num_classes` means no class, for classifier-free guidance.
+        mixer: the token mixer: `softmax`, `ttt` or `t5`.
+        cpe: whether a depth-wise 3x3 convolution precedes each mixer; None means only with `ttt`.
+        learn_sigma: whether the output has K more channels for the variance of a step; see
             `repro.tasks.generation.diffusion`.
+
+    Raises:
+        ValueError: an unknown mixer, or a width that is not a multiple of the heads and of 4.
     """
 
     def __init__(
@@ -116,9 +120,11 @@ class Denoiser(OperatorModel):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Linear layers and patches Xavier-uniform with zero bias, embeddings normal 0.02, modulations and head zero;
-        fast weights keep
-        theirs, and the CPE PyTorch's."""
+        """Initialise as DiT does.
+
+        Linear layers and patches are Xavier-uniform, biases 0, embeddings N(0, 0.02²), modulations and head 0. Mixers
+        initialise their fast weights themselves; the CPE keeps PyTorch's default.
+        """
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -134,14 +140,14 @@ class Denoiser(OperatorModel):
             nn.init.zeros_(linear.weight)
 
     def new_parameters(self) -> set[str]:
-        """The names of the parameters that a DiT of the same shell does not have; of a DiT5 alone."""
+        """Return the names of a DiT5's parameters that a DiT of the same shell does not have."""
         mixers = {
             f"blocks.{i}.attn": block.attn for i, block in enumerate(self.blocks) if isinstance(block.attn, InnerMixer)
         }
         return {f"{name}.{own}" for name, mixer in mixers.items() for own in mixer.new_parameters()}
 
     def grid_of(self, height: int, width: int) -> Grid:
-        """Rows and columns of patches in an input, whose sides must be positive multiples of the patch (ValueError)."""
+        """Return the rows and columns of patches in an input; ValueError for sides that the patch does not divide."""
         p = self.patch_size
         if height < p or width < p or height % p or width % p:
             raise ValueError(
@@ -150,10 +156,14 @@ class Denoiser(OperatorModel):
         return height // p, width // p
 
     def forward(self, x: Tensor, timesteps: Tensor, labels: Tensor) -> Tensor:
-        """Noisy inputs (B, K, H, W), integer timesteps (B,) and labels (B,) -> the noise (B, K, H, W), or with
-        `learn_sigma` (B, 2K, H, W).
+        """Predict the noise (B, K, H, W), with `learn_sigma` (B, 2K, H, W).
 
-        Raises ValueError for sides that the patch does not divide.
+        Args:
+            x: noisy inputs (B, K, H, W).
+            timesteps, labels: integers (B,).
+
+        Raises:
+            ValueError: sides that the patch does not divide.
         """
         grid = self.grid_of(*x.shape[-2:])
         tokens = self.patch_embed(x).flatten(2).transpose(1, 2)
@@ -176,14 +186,14 @@ class Denoiser(OperatorModel):
         self.grad_checkpointing = enable
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Patterns that assign parameters to layers, for layer-wise learning-rate decay."""
+        """Return timm's patterns that assign parameters to layers, for layer-wise learning-rate decay."""
         return {
             "stem": r"^patch_embed|^time_embed|^class_embed",
             "blocks": [(r"^blocks\.(\d+)", None), (r"^modulation|^head", (99999,))],
         }
 
     def param_terms(self) -> dict[str, int]:
-        """Named counts of parameters, which add up to the model's; releases also count a fixed table, N·C positions."""
+        """Return named counts that add up to the model's parameters; releases also count the fixed N·C positions."""
         C, L = self.embed_dim, self.depth
         return {
             "patch_embed": self.patch_embed.weight.numel() + C,
@@ -197,7 +207,7 @@ class Denoiser(OperatorModel):
         }
 
     def mac_terms(self, image_size: Grid) -> dict[str, int]:
-        """Named counts of multiply-adds for one input (H, W): a VAE's latents are an eighth of the image's sides."""
+        """Return named counts of multiply-adds for one input (H, W); latents have an eighth of an image's sides."""
         C, L = self.embed_dim, self.depth
         grid = self.grid_of(*image_size)
         N = grid[0] * grid[1]
@@ -213,10 +223,10 @@ class Denoiser(OperatorModel):
 
 
 def build_mixer(mixer: str, dim: int, num_heads: int) -> nn.Module:
-    """A mixer by its name, for tokens of width C = `dim`.
+    """Build a mixer by its name, for tokens of width C = `dim`.
 
-    That of DiT5 has two layers that learn by the squared error, q and k with a scale and an offset, and half
-    neighbourhood attention.
+    The mixer of DiT5 has a two-layer inner MLP with the squared error as inner loss, instance-normalised keys, a scale
+    and an offset for q and k, and neighbourhood attention as half of its output.
     """
     if mixer == "t5":
         return InnerMixer(dim, num_heads, T5_LOOP, "instance", "qk", WINDOW, affine=True)
@@ -224,12 +234,12 @@ def build_mixer(mixer: str, dim: int, num_heads: int) -> nn.Module:
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """(1 + scale) · x + shift."""
+    """Compute (1 + scale) · x + shift."""
     return x * (1 + scale) + shift
 
 
 def embed_timesteps(timesteps: Tensor) -> Tensor:
-    """(B,) -> (B, 256) fp32: the cosines and then the sines of t · 10000^(-i/128), i = 0..127."""
+    """Encode timesteps (B,) as fp32 (B, 256): the cosines, then the sines, of t · 10000^(-i/128), i = 0..127."""
     rates = torch.exp(
         torch.arange(WAVES // 2, dtype=torch.float32, device=timesteps.device)
         * (-math.log(LONGEST_PERIOD) / (WAVES // 2))
@@ -239,7 +249,10 @@ def embed_timesteps(timesteps: Tensor) -> Tensor:
 
 
 def embed_positions(grid: Grid, dim: int, device: torch.device | str | None = None) -> Tensor:
-    """(h·w, dim) fp32: half the channels for column, half for row, sines and cosines at dim/4 rates, 1 to 1/10000."""
+    """Encode the positions of a grid as fp32 (h·w, dim): half the channels for the column, then half for the row.
+
+    Each half has the sines and then the cosines of the index at dim/4 frequencies from 1 down to 1/10000.
+    """
     rates = LONGEST_PERIOD ** (torch.arange(dim // 4, dtype=torch.float32, device=device) / -(dim // 4))
     rows, columns = (torch.outer(torch.arange(n, dtype=torch.float32, device=device), rates) for n in grid)
     rows, columns = (torch.cat((angles.sin(), angles.cos()), dim=-1) for angles in (rows, columns))
@@ -258,10 +271,10 @@ _OFFICIAL = {
 
 
 def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The official releases' state dicts of DiT, DiT3 and DiT5 under our names, without the fixed table of positions.
+    """Rename an official state dict of DiT, DiT3 or DiT5, and drop the fixed table of positions.
 
     Raises:
-        UserError: a table of positions that is not the one that is computed here.
+        UserError: a table of positions that differs from `embed_positions`, or two keys with one name here.
     """
 
     def rename(key: str) -> str:
@@ -282,7 +295,7 @@ def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _join_scales(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Scale and offset of DiT5's q and k, each (1, 1, C, 2), q before k -> (2 of q and k, C, 2 of scale and offset)."""
+    """Join DiT5's scale and offset of (q, k), each (1, 1, C, 2), to one tensor: (q and k, C, scale and offset)."""
     joined = {key: value for key, value in state_dict.items() if not key.endswith(("qk_scale_ttt", "qk_offset_ttt"))}
     for key in [key for key in state_dict if key.endswith("qk_scale_ttt")]:
         stem = key.removesuffix("qk_scale_ttt")

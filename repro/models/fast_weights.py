@@ -1,12 +1,13 @@
-"""The inner learner of LaCT, and the six steps that take its parts away until linear attention is left.
+"""The inner learner of LaCT, and its ablation chain of six steps down to linear attention.
 
-For each head, a gated model F(x) = (SiLU(x W1) ⊙ (x W2)) W3 learns to map keys to values, by steps up ⟨F(k), v⟩ on
-chunks of tokens: with a rate for each token and matrix, momentum from chunk to chunk, steps that Newton–Schulz makes
-orthogonal (Muon), and columns of the weights that are brought back to their first norms. Queries are read out before,
-after or within the learning.
+In each head, a gated model F(x) = (SiLU(x W1) ⊙ (x W2)) W3 learns to map keys to values by gradient ascent on ⟨F(k), v⟩
+over chunks of tokens. Each token has a learning rate per matrix. Momentum carries over from chunk to chunk,
+Newton–Schulz orthogonalises the steps (Muon), and the columns of the weights are rescaled to their initial norms.
+Queries read the weights before or after the step on their chunk, or at the end.
 
-`repro.models.inner` goes from chunk to chunk. `learn_in_parallel` computes all chunks at once, where the learner
-reduces to linear attention with a decay: only the last matrix learns, or there is only one, and the state has no norm.
+The recurrent form, `repro.models.inner.learn`, goes from chunk to chunk. `learn_in_parallel` computes all chunks at
+once. It exists where the learner reduces to linear attention with a decay: the last matrix alone learns, or there is
+only one, and the state is not normalised.
 
 Shape suffixes: B images, h heads, T tokens, d width of q, k and v, e hidden units, n tokens of a chunk, c chunks.
 """
@@ -24,10 +25,10 @@ from .inner import MODELS, InnerLoop, Weights, full_precision
 from .muon import newton_schulz
 
 Form = Literal["recurrent", "parallel"]
-# what every step has; W3 is the last matrix
+# options of every step of the chain; `only=(2,)` below means that W3 alone learns
 _SUMS: dict[str, Any] = {"loss": "dot", "reduction": "sum", "scale": 1.0}
 _LACT = {"model": "swiglu", **_SUMS, "rate": "per_weight", "momentum": True, "muon": "lact", "norm": "state"}
-# paper 004's steps from LaCT to linear attention, each with all changes before it
+# the steps of the paper on KV binding from LaCT to linear attention; each has all changes of the steps before it
 _V1 = {**_LACT, "only": (2,)}
 _V2 = {**_V1, "norm": "none"}
 _V3 = {**_LACT, "model": "fc", "norm": "none"}
@@ -47,7 +48,7 @@ LADDER: dict[str, dict[str, Any]] = {
 
 
 def find_obstacle(loop: InnerLoop) -> str | None:
-    """The part that keeps a step of the ladder from a parallel form, in words; None where there is one."""
+    """Return in words why a learner has no parallel form, or None if it has one."""
     if loop.model != "fc" and loop.only != (2,):
         return "W1 and W2 learn, so the kernel of a chunk depends on all chunks before it"
     if loop.norm != "none":
@@ -56,10 +57,10 @@ def find_obstacle(loop: InnerLoop) -> str | None:
 
 
 def choose_form(loop: InnerLoop, backend: str, device: torch.device) -> Form:
-    """The form that runs for a request.
+    """Return the form that a backend means on a device.
 
-    `auto` is parallel on a GPU, where a chunk after another leaves most of it idle, for learners that have this form;
-    else recurrent, as are `torch` and `reference`.
+    `torch` and `reference` are recurrent. `auto` is parallel on a GPU for learners that have this form, because going
+    from chunk to chunk leaves most of a GPU idle; otherwise it is recurrent.
 
     Raises:
         ValueError: an unknown backend, or `parallel` for a learner without this form; the message says why.
@@ -85,7 +86,7 @@ def learn(
     momentum: Tensor | None,
     form: Form,
 ) -> Tensor:
-    """`repro.models.inner.learn` for a step of the ladder, by either form: the same function by other sums."""
+    """Compute `repro.models.inner.learn` by either form; they differ only in the order of their sums."""
     if form == "recurrent":
         return inner.learn(loop, weights, q, k, v, grid, rates, momentum)
     with full_precision(q.device.type):
@@ -97,11 +98,13 @@ def learn(
 def learn_in_parallel(
     loop: InnerLoop, weights: Weights, q: Tensor, k: Tensor, v: Tensor, rates: Tensor | None, momentum: Tensor | None
 ) -> Tensor:
-    """`learn` of all chunks at once, in the dtype of its arguments.
+    """Compute `learn` for all chunks at once, in the dtype of the arguments.
 
-    With static features φ the steps G_c = Σ (η φ(k))ᵀ v of all chunks are one batched product. The momenta are M_j =
-    Σ_i Λ_ji G_i with Λ_ji = Π_{i<s≤j} α_s, taken from differences of cumulated logarithms, which never divide; the
-    state that a chunk reads is the start and the sum of the steps of the chunks before it.
+    The features φ(k) are static, so the steps G_c = Σ (η φ(k))ᵀ v of all chunks are one batched product. The momenta
+    are M_j = Σ_i Λ_ji G_i with Λ_ji = Π_{i<s≤j} α_s, see `decay_matrix`. The state that a chunk reads is the start plus
+    a cumulative sum of the steps.
+
+    Shapes are those of `inner.learn`: q, k, v and the result (B, h, T, d), rates (B, h, T, 1), momentum (B, h, T).
 
     Raises:
         ValueError: a learner without this form.
@@ -113,7 +116,7 @@ def learn_in_parallel(
     chunks = loop.split(T)
     n = chunks[0][1]
     features_q, features_k = (MODELS[loop.model].prepare(weights, x, (1, x.shape[-2]))[-1] for x in (q, k))
-    if loop.order == "before":  # nobody reads what the last chunk would teach
+    if loop.order == "before":  # no query reads the state after the last chunk, so that chunk does not learn
         learning, chunks = chunks[-1][0], chunks[:-1]
         features_k = features_k[..., :learning, :]
         v = v[..., :learning, :]
@@ -121,7 +124,7 @@ def learn_in_parallel(
     scaled = features_k if rates is None else features_k * rates
     keys, values = (F.pad(x, (0, 0, 0, -x.shape[-2] % n)).unflatten(-2, (len(chunks), n)) for x in (scaled, v))
     steps = keys.mT @ values  # (B, h, c, e, d)
-    if loop.steps > 1:
+    if loop.steps > 1:  # the gradient of the dot product ignores the learning weights: a chunk's steps are equal
         steps = steps.repeat_interleave(loop.steps, dim=2)
     if momentum is not None and chunks:
         factors = torch.stack([momentum[..., first:end].mean(-1) for first, end in chunks], -1)
@@ -144,11 +147,13 @@ def learn_in_parallel(
 
 
 def decay_matrix(factors: Tensor) -> Tensor:
-    """Λ (..., c, c) of factors α (..., c) between 0 and 1: Λ_ji = Π_{i<s≤j} α_s for i ≤ j, else 0.
+    """Compute Λ (..., c, c) of factors α (..., c) in [0, 1]: Λ_ji = Π_{i<s≤j} α_s for i ≤ j, else 0.
 
-    The logarithms are cumulated, so that no product of many factors is formed, which would be a divisor.
+    It takes differences of cumulative sums of logarithms. A quotient of cumulative products would divide by products of
+    many factors, which underflow.
     """
-    # in fp64, since differences of large sums are left
+    # in fp64, because differences of large sums cancel; clamped, because a factor of 0 would give -inf - -inf = nan
     logs = factors.double().clamp_min(torch.finfo(torch.float64).tiny).log().cumsum(-1)
+    # masked before exp, which could overflow above the diagonal
     above = torch.ones(logs.shape[-1], logs.shape[-1], dtype=torch.bool, device=logs.device).triu(1)
     return (logs.unsqueeze(-1) - logs.unsqueeze(-2)).masked_fill(above, -torch.inf).exp().to(factors.dtype)

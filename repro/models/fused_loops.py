@@ -1,6 +1,6 @@
-"""A block of Vittt on a CPU by numba's loops, for inference: `vision_ttt::vittt_block_loops`.
+"""A block of Vittt on CPUs by numba loops, for inference: the operator `vision_ttt::vittt_block_loops`.
 
-It knows no layers: `fused_block` makes what it takes, and says when it runs.
+The module works on tensors alone. `fused_block` arranges the weights of the layers, and decides when the loops run.
 
 Shape suffixes: B batch, T tokens, D width, H heads, d head dimension.
 """
@@ -16,17 +16,24 @@ from kernels.ttt_linear.reference import states_shape
 
 from .block_operator import define_operator
 
-_ROWS = 512  # tokens that are taken together after the scan
+_ROWS = 512  # tokens per step after the scan, few enough to keep the hidden units in the cache
 
 
 class LoopConstants(NamedTuple):
-    """What numba's loops take of a block's weights.
+    """The weights of a block in the layouts of the numba loops.
 
-    in_weight (5D+P,D) and in_bias (5D+P,): rows of gate, keys, values and learning rates, and zeros up to a multiple of
-    `fused_block.ALIGNED`; token_scale (2,chunk_size), with the base of the learning rates; up_weight (2F,D), up_bias
-    (2F,): of SwiGLU; inner_weight, inner_bias (2,H,d): γ and μ; state (2,H,d+1,d), taps (2,2,H,4,d), tap_biases
-    (2,2,H,d), grid_taps (3,3,D): as the loops' modules lay them; the others as the layers have them, out_weight (D,D)
-    that of `out_proj`, down_weight (D,F) and down_bias (D,) those of `fc2`.
+    Attributes:
+        in_weight, in_bias: (5D+P,D) and (5D+P,): gate, keys, values and learning rates, with P rows up to a multiple of
+            `fused_block.ALIGNED`: the learning rates' H, then zeros.
+        token_scale: (2,chunk_size), multiplied by the base of the learning rates.
+        up_weight, up_bias: (2F,D) and (2F,): both input layers of SwiGLU.
+        inner_weight, inner_bias: (2,H,d): γ and μ of the inner LayerNorm.
+        state, taps, tap_biases, grid_taps: (2,H,d+1,d), (2,2,H,4,d), (2,2,H,d) and (3,3,D), as the modules of the loops
+            lay them out.
+        out_weight: (D,D), of `out_proj`.
+        down_weight, down_bias: (D,F) and (D,), of SwiGLU's `fc2`.
+
+    The norms are as the layers have them, (D,).
     """
 
     in_weight: Tensor
@@ -52,9 +59,10 @@ class LoopConstants(NamedTuple):
 
 
 def run_loops(tokens_BTD: Tensor, constants: list[Tensor], height: int, eps: list[float]) -> Tensor:
-    """Compute a block of tokens (B,T,D) by its `LoopConstants` and the eps of norm1, learner, post_norm and norm2.
+    """Compute a block for tokens (B,T,D) on a grid of `height` rows: (B,T,D).
 
-    What follows the scan runs some tokens at a time: hidden units stay in the cache.
+    `constants` are the fields of `LoopConstants`; `eps` are those of norm1, the learner, post_norm and norm2. The
+    output projection and SwiGLU run on a few tokens at a time, so that the hidden units stay in the cache.
     """
     from kernels.around import numba_path as around
     from kernels.ttt_linear import numba_path as learner

@@ -1,7 +1,7 @@
-"""Forward passes of a frozen model as CUDA graphs: a GPU runs all launches of one, and waits for no host between them.
+"""CUDA graphs of a frozen model's forward passes: the GPU runs all kernels of a pass without waiting for the host.
 
-A graph repeats what was launched on the memory where it lay. So there is one a layout of images, and none is taken where
-the model has changed since, or somebody looks into the pass.
+A graph replays kernels on fixed addresses. So there is one graph per layout of images. No graph is used after the model
+has changed, or while hooks, modes or gradients need the modules to be called.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ from torch.utils._device import DeviceContext
 from .as_built import is_watched
 from .fused_block import Frozen, is_plain
 
-CALLS = 3  # of a layout, without a graph: they compile and tune, and a size that comes once is never captured
-MOST_TOKENS = 2**16  # of a batch; above, a block takes a GPU half a millisecond, which hides its host
+CALLS = 3  # eager calls of a layout before its capture: they compile and tune, and rare sizes need no graph
+MOST_TOKENS = 2**16  # tokens of a batch; above, a block takes the GPU half a millisecond, which hides the host's work
 SEEN = 64  # layouts without a graph whose calls are counted
 _logger = logging.getLogger(__name__)
 
 
 class Pass(NamedTuple):
-    """A captured forward pass: where its images go, what repeats it, and its output, which a repetition overwrites."""
+    """A captured forward pass: its static input, the graph, and its static output, which each replay overwrites."""
 
     given: Tensor
     graph: Any
@@ -36,35 +36,36 @@ class Pass(NamedTuple):
 
 
 class Cuda:
-    """What the store asks of CUDA."""
+    """CUDA as `Graphs` uses it; tests put a stub in its place."""
 
     kind = "cuda"
 
     @contextlib.contextmanager
     def on(self, device: torch.device) -> Iterator[int | None]:
-        """A context on a device: its current stream, or None while somebody captures a graph of their own there."""
+        """Enter a device; yield its current stream, or None while the caller captures a graph of their own there."""
         with torch.cuda.device(device):
             yield None if torch.cuda.is_current_stream_capturing() else torch.cuda.current_stream().cuda_stream
 
     def make_pool(self) -> Any:
-        """Memory that captured passes share."""
+        """Make a memory pool that captured passes share."""
         return torch.cuda.graph_pool_handle()
 
     def capture(self, run: Callable[[Tensor], Tensor], given: Tensor, pool: Any) -> Pass:
-        """The pass of these images; raises a RuntimeError where CUDA refuses it."""
-        # cuBLAS keeps a workspace a stream: what it has is another graph's, and this graph's must not become another's
+        """Capture the pass of these images; raise a RuntimeError where CUDA refuses it."""
+        # cuBLAS keeps one workspace per stream: the cached one may belong to another graph, and the one that this
+        # capture allocates in its pool must not be used by a later graph
         torch._C._cuda_clearCublasWorkspaces()
         graph = torch.cuda.CUDAGraph()
         capture = torch.cuda.graph(graph, pool, torch.cuda.Stream(), capture_error_mode="thread_local")
         try:
-            with torch.cuda.stream(torch.cuda.current_stream()), capture:  # which, failing, leaves its stream current
+            with torch.cuda.stream(torch.cuda.current_stream()), capture:  # a failed capture leaves its stream current
                 out = run(given)
         finally:
             torch._C._cuda_clearCublasWorkspaces()
         return Pass(given, graph, out)
 
     def release(self, passes: list[Pass]) -> None:
-        """Give back the memory of passes, once none of them runs any more."""
+        """Wait until no pass runs, then free the memory of the passes."""
         torch.cuda.synchronize(passes[0].given.device)
         for each in passes:
             each.graph.reset()
@@ -72,18 +73,18 @@ class Cuda:
 
 
 class _Watch:
-    """All that a captured pass depends on, of a model: its tensors, and the attributes of its modules."""
+    """Snapshot of everything in a model that a captured pass depends on: tensors, and attributes of modules."""
 
     def __init__(self, model: nn.Module):
         self.tensors, self.inner = Frozen(model, None), list(model.modules())[1:]
-        self._tables = [vars(module) for module in self.inner]  # the model's own would keep it alive
+        self._tables = [vars(module) for module in self.inner]  # without the model's own: a reference cycle
         own = _list_attributes(vars(model))
         self._lengths, self._own = self._count(model), [each for each in own if not isinstance(each[1], Graphs)]
         slots = [(table, *each) for table in self._tables for each in _list_attributes(table)]
         self._owners, self._names, self._values = zip(*slots, strict=True)
 
     def is_fresh(self, model: nn.Module) -> bool:
-        """Whether nothing has changed, so far as it can be seen: see `Frozen`. It takes some ten microseconds a block."""
+        """Return whether no change is visible, in the sense of `Frozen`. It takes some ten microseconds per block."""
         return (
             self.tensors.is_fresh(model)
             and all(map(is_, map(dict.get, self._owners, self._names), self._values))
@@ -100,13 +101,13 @@ def _list_attributes(table: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 class Graphs:
-    """The captured forward passes of a model, one a layout of images.
+    """Store of a model's captured forward passes, one per layout of images.
 
     Args:
-        model: a `Vittt`. A copy of it, or a replica, does without.
-        limit: how many are kept; at one more, all are dropped, and from then on it takes twice as many calls before a
-            layout is captured.
-        driver: what captures them.
+        model: a `Vittt`. A copy or a replica of it runs without graphs.
+        limit: the largest number of graphs. One more drops all of them, and from then on a layout needs twice as many
+            calls before it is captured.
+        driver: captures the passes; the default is `Cuda`.
     """
 
     def __init__(self, model: Any, limit: int, driver: Any = None):
@@ -118,18 +119,18 @@ class Graphs:
         self._owner, self._lock = weakref.ref(model), threading.RLock()
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """To None: a copy of a model, or one from a file, is not frozen."""
+        """Pickle to None: a copy of a model, or one from a file, is not frozen."""
         return type(None), ()
 
     def __call__(self, model: Any, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """`run(x)` by a graph where there is one, or it is time for one, else as it is."""
+        """Return `run(x)`, by a graph if there is one or its layout has come often enough, else eagerly."""
         if not self._takes(model, x):
             return run(x)
         with self.driver.on(x.device) as stream:
             if stream is not None:
                 cast = torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type)
                 key = stream, x.device, x.dtype, x.shape, x.stride(), cast
-                with self._lock:  # the three calls of a repetition
+                with self._lock:  # copy, replay and clone share the static buffers
                     if (found := self._find(model, run, x, key)) is not None:
                         found.given.copy_(x)
                         found.graph.replay()
@@ -137,20 +138,20 @@ class Graphs:
             return run(x)
 
     def drop(self) -> None:
-        """Let go of all of them, after what runs; their memory and the model's then belong to others."""
+        """Drop all graphs after the running ones have ended, and free their memory."""
         with self._lock:
             if self.passes:
                 self.driver.release([*self.passes.values()])
             self.passes, self.seen, self._pools, self._watch = {}, {}, {}, None
 
     def drop_stale(self, model: Any) -> None:
-        """Let go of all of them if the model has changed."""
+        """Drop all graphs if the model has changed."""
         with self._lock:
             if self._watch is not None and not self._watch.is_fresh(model):
                 self.drop()
 
     def _takes(self, model: Any, x: Any) -> bool:
-        """Whether it is a batch of images for a graph, and nobody looks into the pass but at its modules."""
+        """Return whether `x` is a batch that a graph can take, with no gradient, mode or determinism in force."""
         return (
             isinstance(x, Tensor)
             and is_plain([x])
@@ -180,12 +181,12 @@ class Graphs:
         if len(self.passes) >= self.limit:
             self.drop()
             self.calls *= 2
-        # what autocast keeps of a weight would be gone before the graph is
+        # autocast's cache of cast weights is freed before the graph is, so the graph must not use it
         autocast = torch.autocast(x.device.type, dtype=key[-1] or None, enabled=bool(key[-1]), cache_enabled=False)
         with torch.inference_mode(False), torch.no_grad(), autocast:
             given = x.clone()
-            run(given)  # what is compiled for tensors where these lie
-            if not _is_settled(model):  # the pass has seen another weight
+            run(given)  # warm up on these very buffers: Triton specialises on the alignment of pointers
+            if not _is_settled(model):  # the pass found a changed weight and unfroze a block
                 return None
             self._watch = self._watch or _Watch(model)
             pool = self._pools.setdefault(key[0], self.driver.make_pool())
@@ -201,7 +202,10 @@ class Graphs:
 
 
 def _is_settled(model: Any) -> bool:
-    """Whether a model's pass can be captured: in inference, all blocks frozen, no hook, and every write is counted."""
+    """Return whether a pass can be captured: eval mode, all blocks frozen, no hook, no inference tensor.
+
+    PyTorch does not count writes to inference tensors, so a graph could not notice a changed weight.
+    """
     return (
         all(block.frozen is not None for block in model.blocks)
         and not _has_any_global_hook()

@@ -1,9 +1,8 @@
-"""What this project's hierarchical families share: timm's interface over four stages of falling resolution and growing
-width.
+"""Base class of hierarchical backbones: timm's interface over four stages of falling resolution and growing width.
 
-A family adds its stem, the blocks of its stages, what lies between two stages, and its final norm. Feature maps for
-dense tasks, the head, stochastic depth and the recomputation of blocks are here once. `pyramid.NativePyramid` makes a
-`Hierarchy` the backbone of a detector or a segmenter.
+A family adds its stem, the blocks of its stages, the downsampling between them, and its final norm. Shared code does
+the rest: feature maps for dense tasks, the head, stochastic depth and gradient checkpointing. `pyramid.NativePyramid`
+makes a `Hierarchy` the backbone of a detector or a segmenter.
 """
 
 from collections.abc import Sequence
@@ -17,18 +16,18 @@ from torch import Tensor, nn
 
 from .image_model import Grid, ImageModel, check_rates
 
-STRIDES = (4, 8, 16, 32)  # of the stages
+STRIDES = (4, 8, 16, 32)  # strides of the stages
 
 
 class Stage(nn.Module):
-    """Blocks on maps of one width and one grid, and what leads to the next stage.
+    """Blocks on maps of one width and one grid, and the downsampling to the next stage.
 
-    A family whose blocks share something that depends on the grid, or that cuts the map before its blocks and joins it
-    after them, extends `forward` around `run_blocks`.
+    A family overrides `forward` around `run_blocks` if its blocks share a tensor that depends on the grid, or work on
+    windows of the map.
 
     Args:
         blocks: each maps (B, C, h, w) to the same shape; further arguments come from `run_blocks`.
-        downsample: (B, C, h, w) -> (B, C', ⌈h/2⌉, ⌈w/2⌉), the input of the next stage; None for the last one.
+        downsample: maps (B, C, h, w) to the next stage's input (B, C', ⌈h/2⌉, ⌈w/2⌉); None in the last stage.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], downsample: nn.Module | None = None):
@@ -36,11 +35,11 @@ class Stage(nn.Module):
         self.blocks, self.downsample = nn.ModuleList(blocks), downsample
 
     def forward(self, x: Tensor, *, recompute: bool = False) -> Tensor:
-        """(B, C, h, w) -> the same shape, before `downsample`; `recompute` keeps no activations for backward."""
+        """Map (B, C, h, w) to the same shape, before `downsample`; `recompute` turns on gradient checkpointing."""
         return self.run_blocks(x, recompute=recompute)
 
     def run_blocks(self, x: Tensor, *shared: Any, recompute: bool) -> Tensor:
-        """Call every block in turn as `block(x, *shared)`; without images, none."""
+        """Call the blocks in turn as `block(x, *shared)`; return a batch of no images unchanged."""
         if x.shape[0] == 0:
             return x
         for block in self.blocks:
@@ -51,17 +50,20 @@ class Stage(nn.Module):
 class Hierarchy(ImageModel):
     """Four stages whose grids are those of strides 4, 8, 16 and 32, for images of any size of at least 32 x 32 pixels.
 
-    Where a side is not a multiple of the stride, the grid is rounded up: each stage has ⌈H/s⌉ x ⌈W/s⌉ positions. A
-    subclass sets `patch_embed`, images (B, in_chans, H, W) -> (B, widths[0], ⌈H/4⌉, ⌈W/4⌉); `stages`, a ModuleList of
-    four `Stage`s; and `norm`, which keeps the shape of the last map. One whose multiply-adds have a closed form
-    implements `param_terms()` and `mac_terms(image_size)`, as `Backbone` says.
+    Grids are rounded up: the stage of stride s has ⌈H/s⌉ x ⌈W/s⌉ positions. A subclass sets `patch_embed`, which maps
+    images (B, in_chans, H, W) to (B, widths[0], ⌈H/4⌉, ⌈W/4⌉); `stages`, a ModuleList of four `Stage`s; and `norm`,
+    which keeps the shape of the last map. A subclass with closed-form counts implements `param_terms()` and
+    `mac_terms(image_size)`, as in `Backbone`.
 
     Args:
-        img_size: image height and width that the model is built for; it takes others as well.
-        in_chans, num_classes: channels of the image; outputs of the head, 0 for no head.
+        img_size: image height and width that the model is built for; it takes other sizes, too.
+        in_chans, num_classes: image channels; outputs of the head, 0 for no head.
         widths, depths: channels and number of blocks of each stage.
         drop_path_rate: rate of stochastic depth in the last block; `drop_path_rates`, a list for each stage, rise
             linearly from 0 to it.
+
+    Raises:
+        ValueError: a rate outside 0 to 1, other than four widths and depths, or an image smaller than 32 x 32.
     """
 
     patch_embed: nn.Module
@@ -97,33 +99,33 @@ class Hierarchy(ImageModel):
         ]
 
     def grids_of(self, height: int, width: int) -> list[Grid]:
-        """Rows and columns of each stage for an image in pixels; ValueError where it is below the largest stride."""
+        """Return the (h, w) of each stage for an image in pixels; ValueError for a side below the largest stride."""
         if height < STRIDES[-1] or width < STRIDES[-1]:
             raise ValueError(f"image size {height}x{width}: height and width must be at least {STRIDES[-1]}")
         return [(-(-height // stride), -(-width // stride)) for stride in STRIDES]
 
     def embed(self, x: Tensor) -> Tensor:
-        """Images (B, in_chans, H, W) -> the first stage's input (B, widths[0], ⌈H/4⌉, ⌈W/4⌉); raises as `grids_of`."""
+        """Map images (B, in_chans, H, W) to the first stage's (B, widths[0], ⌈H/4⌉, ⌈W/4⌉); raises as `grids_of`."""
         self.check_image_size(*x.shape[-2:])
         self.grids_of(*x.shape[-2:])
         return self.patch_embed(x)
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """Images (B, in_chans, H, W) -> the last map after the final norm, (B, widths[-1], ⌈H/32⌉, ⌈W/32⌉)."""
+        """Map images (B, in_chans, H, W) to the last map after the final norm, (B, widths[-1], ⌈H/32⌉, ⌈W/32⌉)."""
         return self.norm(self._run(x, len(self.stages))[-1])
 
     def pool_features(self, x: Tensor) -> Tensor:
-        """A normalised map (B, C, h, w) -> its mean (B, C)."""
+        """Average a normalised map (B, C, h, w) to (B, C)."""
         return x.mean(dim=(2, 3))
 
     def set_pooling(self, name: str, num_classes: int) -> None:
-        """Pool by `avg`, or by "" not at all, which goes without a head."""
+        """Pool by `avg`, or not at all by ""; without pooling there can be no head (ValueError)."""
         if not name and num_classes:
             raise ValueError("global_pool '': a map has no logits; take num_classes 0 with it")
         super().set_pooling(name, num_classes)
 
     def set_input_size(self, img_size: int | Grid | None = None, patch_size: int | Grid | None = None) -> None:
-        """Say for which image size in pixels the model is built; nothing in it depends on that."""
+        """Set the image size in pixels that the model is built for; no parameter depends on it."""
         if patch_size is not None:
             raise ValueError(f"patch_size {patch_size}: the stem of this model has no patches of another size")
         self.img_size = to_2tuple(self.img_size if img_size is None else img_size)
@@ -139,14 +141,21 @@ class Hierarchy(ImageModel):
         intermediates_only: bool = False,
         return_prefix_tokens: bool = False,
     ) -> list[Any] | tuple[Tensor, list[Any]]:
-        """The maps of selected stages before their downsampling, as timm's feature interface defines it.
+        """Return the maps of selected stages before their downsampling, as timm's feature interface defines it.
 
-        `indices` are the last n stages (an int), all (None) or those of a list; `norm` applies the final norm to the
-        last stage's map; `stop_early` skips the stages after the last selected one; `output_fmt` is `NCHW` for maps
-        (B, widths[i], h, w) or `NLC` for (B, h·w, widths[i]). `return_prefix_tokens` is for models with class tokens.
+        Args:
+            indices: the last n stages (an int), all stages (None), or a list of stages.
+            norm: whether to apply the final norm to the last stage's map.
+            stop_early: whether to skip the stages after the last selected one.
+            output_fmt: `NCHW` for (B, widths[i], h, w) or `NLC` for (B, h·w, widths[i]).
+            return_prefix_tokens: must be False, because there are no class tokens.
 
         Returns:
-            The maps (B, widths[i], h, w) if `intermediates_only`, else (the result of `forward_features`, maps).
+            The maps if `intermediates_only`, else (the last map that was computed, maps). If all stages ran, the last
+            map is that of `forward_features`.
+
+        Raises:
+            ValueError: another `output_fmt`, or `return_prefix_tokens`.
         """
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt {output_fmt!r} is not NCHW or NLC")
@@ -164,7 +173,7 @@ class Hierarchy(ImageModel):
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove what follows the last index's stage and, if asked, the norm and the head; returns absolute indices."""
+        """Remove the stages after the last index and, if asked, norm and head; return the absolute indices."""
         take, last = feature_take_indices(len(self.stages), indices)
         self.stages = self.stages[: last + 1]
         self.stages[-1].downsample = None
@@ -175,7 +184,10 @@ class Hierarchy(ImageModel):
         return take
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Patterns of parameters by layer, for layer-wise rate decay; a downsampling belongs to the block before it."""
+        """Return timm's patterns that assign parameters to layers, for layer-wise learning-rate decay.
+
+        A downsampling belongs to the block before it, the norm to the last one.
+        """
         if coarse:
             return {"stem": r"^patch_embed", "blocks": [(r"^stages\.(\d+)", None), (r"^norm", (99999,))]}
         blocks = (
@@ -186,7 +198,7 @@ class Hierarchy(ImageModel):
         return {"stem": r"^patch_embed", "blocks": list(blocks)}
 
     def _run(self, x: Tensor, count: int) -> list[Tensor]:
-        """The maps of the first `count` stages."""
+        """Return the maps of the first `count` stages."""
         x, maps = self.embed(x), []
         for stage in self.stages:
             x = stage(x, recompute=self.grad_checkpointing)

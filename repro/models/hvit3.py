@@ -1,7 +1,7 @@
 """H-ViT3, the hierarchical ViT3: H-ViT3-T/S/B, and a nano for tests and the embedded data sets.
 
-The TTT block of ViT3 learns on the tokens of every stage; its queries and keys carry their positions as rotations
-(RoPE). The stem, the downsampling and the MLP are convolutional. `import repro.models` registers the models with timm.
+Each stage uses the TTT block of ViT3, with rotary position embeddings (RoPE) of its queries and keys. The stem, the
+downsampling and the MLP are convolutional. `import repro.models` registers the models with timm.
 
 Shape suffixes: B batch, N tokens (h·w), C width of a stage, d head dimension.
 """
@@ -22,15 +22,15 @@ from .image_model import Grid, init_linear
 from .shell import build_cpe
 from .vit3 import InnerTraining, Rotation
 
-EPS = 1e-5  # of the LayerNorms
-_ROTARY_BASE = 10000.0  # of the rotations' frequencies
+EPS = 1e-5  # eps of the LayerNorms, as in the release
+_ROTARY_BASE = 10000.0  # base of RoPE's frequencies
 
 
 def rotations(grid: Grid, dim: int, *, dtype: torch.dtype, device: torch.device) -> Rotation:
-    """Cosines and sines, each (h·w, C/2), of the angles by which RoPE turns a token's channel pairs, C = `dim`.
+    """Compute the cosines and sines, each (h·w, C/2), of the angles by which RoPE turns channel pairs, C = `dim`.
 
     With m = C/4 and θ_j = 10000^(−j/m), the first m pairs of the token in row y and column x are turned by y·θ_j and
-    the other m by x·θ_j. C is the width of all heads together, so the first half of the heads knows the row and the
+    the other m by x·θ_j. C is the width of all heads together, so the first half of the heads encodes the row and the
     second half the column.
     """
     (h, w), m = grid, dim // 4
@@ -44,20 +44,20 @@ def rotations(grid: Grid, dim: int, *, dtype: torch.dtype, device: torch.device)
 
 
 class PaddedConvs(nn.Module):
-    """Convolutions after zeros at the right and at the bottom, up to multiples of their stride."""
+    """Convolutions on maps that are zero-padded at the right and at the bottom to multiples of the stride."""
 
     def __init__(self, stride: int, *layers: nn.Module):
         super().__init__()
         self.stride, self.conv = stride, nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, C', ⌈H/stride⌉, ⌈W/stride⌉)."""
+        """Map (B, C, H, W) to (B, C', ⌈H/stride⌉, ⌈W/stride⌉)."""
         down, right = (-side % self.stride for side in x.shape[-2:])
         return self.conv(F.pad(x, (0, right, 0, down)) if down or right else x)
 
 
 class ConvMlp(nn.Module):
-    """u = GELU(fc1 x), u = GELU(u + depth-wise 3x3 of u), fc2 u, with a hidden width of 4C."""
+    """MLP with a depth-wise 3x3 convolution: u = GELU(fc1 x), u = GELU(u + dwc(u)), fc2 u, hidden width 4C."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -65,14 +65,14 @@ class ConvMlp(nn.Module):
         self.dwc = nn.Conv2d(4 * dim, 4 * dim, 3, padding=1, groups=4 * dim)
 
     def forward(self, tokens: Tensor, grid: Grid) -> Tensor:
-        """(B, N, C), row-major on an (h, w) grid -> (B, N, C)."""
+        """Map tokens (B, N, C), row-major on an (h, w) grid, to (B, N, C)."""
         hidden = F.gelu(self.fc1(tokens))
         hidden = F.gelu(hidden + _to_tokens(self.dwc(_to_map(hidden, grid))))
         return self.fc2(hidden)
 
 
 class HViT3Block(nn.Module):
-    """Map + depth-wise convolution, then TTT block and MLP, each after LayerNorm, residual, with stochastic depth."""
+    """Depth-wise convolution (CPE), TTT block and MLP, all residual; the last two after a LayerNorm."""
 
     def __init__(self, dim: int, num_heads: int, drop_path: float):
         super().__init__()
@@ -84,7 +84,7 @@ class HViT3Block(nn.Module):
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
     def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """(B, C, h, w) -> the same shape; `rotation` is that of the grid."""
+        """Map (B, C, h, w) to the same shape; `rotation` has the RoPE angles of the grid."""
         grid = x.shape[-2:]
         tokens = _to_tokens(x + self.cpe(x))
         tokens = tokens + self.drop_path(self.attn(self.norm1(tokens), grid, rotation))
@@ -92,24 +92,24 @@ class HViT3Block(nn.Module):
 
 
 class HViT3Stage(Stage):
-    """A stage whose blocks share the rotations of its grid."""
+    """Stage whose blocks share the RoPE angles of its grid."""
 
     def forward(self, x: Tensor, *, recompute: bool = False) -> Tensor:
-        """(B, C, h, w) -> the same shape."""
+        """Map (B, C, h, w) to the same shape; the angles are computed once, in at least fp32."""
         rotation = rotations(
             tuple(x.shape[-2:]), x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device
         )
-        # channels last, in which maps and tokens are views of one another
+        # in channels-last layout, maps and tokens are views of each other
         return self.run_blocks(x.contiguous(memory_format=torch.channels_last), rotation, recompute=recompute)
 
 
 class HViT3(Hierarchy):
-    """H-ViT3 in timm's conventions; no parameter and no buffer depends on the image size.
+    """H-ViT3 in timm's conventions. No parameter and no buffer depends on the image size.
 
     The stem pads images to multiples of 4, and each downsampling pads odd grids to even ones.
 
     Args:
-        num_heads: heads of the inner gated linear unit in each stage.
+        num_heads: heads of the inner gated linear unit, one number per stage.
         kwargs: see `Hierarchy`.
 
     Raises:
@@ -133,13 +133,13 @@ class HViT3(Hierarchy):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Linear trunc_normal 0.02 with zero bias, convolutions by PyTorch's default; TTT blocks by their own rule."""
+        """Initialise Linear trunc_normal 0.02, biases 0; convolutions and fast weights keep their initial values."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 init_linear(module)
 
     def param_terms(self) -> dict[str, int]:
-        """Named counts of parameters that add up to the model's own."""
+        """Return named counts that add up to the model's parameters."""
         terms = {"stem": sum(p.numel() for p in self.patch_embed.parameters())}
         terms |= dict.fromkeys(("downsampling", "cpe", "layer_norms", "projections", "inner_start", "mlp"), 0)
         for C, L, stage in zip(self.widths, self.depths, self.stages, strict=True):
@@ -153,9 +153,9 @@ class HViT3(Hierarchy):
         return terms | {"batch_norm": 2 * self.num_features, "head": self.num_classes * (self.num_features + 1)}
 
     def mac_terms(self, image_size: Grid) -> dict[str, int]:
-        """Named counts of multiply-adds for one image of (H, W) pixels.
+        """Return named counts of multiply-adds for one image of (H, W) pixels.
 
-        The TTT blocks' are those of `InnerTraining.mac_terms`. What is padded is counted.
+        `InnerTraining.mac_terms` counts the TTT blocks. Padded positions count, too.
         """
         grids = self.grids_of(*image_size)
         sizes = [h * w for h, w in grids]
@@ -173,7 +173,7 @@ class HViT3(Hierarchy):
 
 
 def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The official release's state dict under our names, without its tables of rotations, which fix an image size."""
+    """Rename the official state dict, and drop its tables of rotations, which belong to one image size."""
     kept = {key: value for key, value in state_dict.items() if not key.endswith("rope.rotations")}
     return rename_prefixes(kept, {"layers.": "stages."})
 
@@ -204,7 +204,7 @@ def _conv(
     norm: bool = True,
     act: bool = True,
 ) -> nn.Sequential:
-    """A convolution, then batch normalisation and ReLU where wanted."""
+    """Build a convolution with optional BatchNorm and ReLU."""
     layers = OrderedDict(conv=nn.Conv2d(before, after, kernel, stride, kernel // 2, groups=groups, bias=bias))
     if norm:
         layers["norm"] = nn.BatchNorm2d(after)
@@ -214,15 +214,14 @@ def _conv(
 
 
 def _to_tokens(x: Tensor) -> Tensor:
-    """(B, C, h, w) -> (B, h·w, C)."""
+    """Flatten (B, C, h, w) to (B, h·w, C)."""
     return x.flatten(2).transpose(1, 2)
 
 
 def _to_map(tokens: Tensor, grid: Grid) -> Tensor:
-    """(B, h·w, C) -> (B, C, h, w), a channels-last view.
-
-    By `unflatten` before `permute` one image gets an image's stride; without it, BatchNorm2d returns wrong gradients.
-    """
+    """View tokens (B, h·w, C) as a channels-last map (B, C, h, w)."""
+    # unflatten before permute, so that the batch stride of a single image is that of a whole image; with another
+    # stride, BatchNorm2d returns wrong gradients
     return tokens.unflatten(1, grid).permute(0, 3, 1, 2)
 
 

@@ -1,6 +1,4 @@
-"""What every family shares of timm's interface: the head, its pooling, the list of features; and the choice of the
-operators' implementation.
-"""
+"""Base classes of all image models: timm's head and pooling, and the choice of the operators' backend."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,16 +11,16 @@ Grid = tuple[int, int]
 
 
 class PatchConv(nn.Conv2d):
-    """The convolution whose windows are an image's patches, as one product.
+    """Patch embedding: a convolution whose stride is its kernel, computed as one matrix product.
 
-    Its result is channels-last, so that the tokens that it is flattened to are contiguous, as blocks read them.
+    The result is channels-last, so the flattened tokens are contiguous and the first block needs no copy.
     """
 
     def __init__(self, in_channels: int, out_channels: int, patch_size: int):
         super().__init__(in_channels, out_channels, patch_size, stride=patch_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) or (C, H, W), of sides that the patch divides -> (B, D, h, w) or (D, h, w)."""
+        """Map (B, C, H, W) or (C, H, W), with sides that the patch divides, to (B, D, h, w) or (D, h, w)."""
         p = self.stride[0]
         cut = x.unflatten(-1, (-1, p)).unflatten(-3, (-1, p))  # (..., C, h, p, w, p)
         cut = cut.movedim((-4, -2), (-5, -4)).flatten(-3)
@@ -30,17 +28,17 @@ class PatchConv(nn.Conv2d):
 
 
 class OperatorModel(nn.Module):
-    """A model whose layers may run operators of this project; such a layer has `backend`, `selected_backend(dtype)`."""
+    """Model with layers that may run this project's operators; these have `backend` and `selected_backend(dtype)`."""
 
     def set_backend(self, backend: str) -> None:
-        """Choose the implementation of the operators for every layer; see `kernels`."""
+        """Set the backend of the operators in every layer; see `kernels`."""
         for layer in self._operator_layers():
             layer.backend = backend
 
     def selected_backend(self, dtype: torch.dtype) -> str:
-        """The implementation that runs on this device, at the built image size, for activations of `dtype`.
+        """Return the backend that runs on this device, at the built image size, for activations of `dtype`.
 
-        Several are joined by `+`; `torch` for a model without such layers.
+        Several backends are joined by `+`. A model without such layers returns `torch`.
         """
         return "+".join(sorted({layer.selected_backend(dtype) for layer in self._operator_layers()})) or "torch"
 
@@ -51,34 +49,35 @@ class OperatorModel(nn.Module):
 
 
 class ImageModel(OperatorModel):
-    """What plain and hierarchical families share of timm's interface: the head, its pooling, and the list of features.
+    """Base class of plain and hierarchical backbones, with timm's head, pooling and features.
 
-    A subclass has `forward_features`, `forward_intermediates` and `pool_features`, sets `pooled_by`, and calls
-    `check_rates` before it builds anything.
+    A subclass implements `forward_features`, `forward_intermediates` and `pool_features`, sets `pooled_by`, and calls
+    `check_rates` before it builds any layer.
     """
 
     head: nn.Module
     head_drop: nn.Module
     num_features: int
     num_classes: int
-    pooled_by: str  # timm's name of the pooling that the model is built with
+    pooled_by: str  # timm's name of the pooling that the model was built with
     global_pool: str  # timm's name of the pooling that runs; "" for none
     dynamic_img_size = True
     grad_checkpointing = False
 
     def pool_features(self, x: Tensor) -> Tensor:
-        """What `forward_features` returns -> (B, num_features), by `global_pool`, which is not empty."""
+        """Pool the result of `forward_features` to (B, num_features), by a `global_pool` that is not empty."""
         raise NotImplementedError
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """The result of `forward_features` -> logits (B, num_classes); with `pre_logits`, the pooled features (B,
-        num_features) instead. Without pooling, the features as they are.
+        """Map the result of `forward_features` to logits (B, num_classes).
+
+        With `pre_logits`, return the pooled features (B, num_features). Without pooling, the features stay unpooled.
         """
         feature = self.head_drop(self.pool_features(x) if self.global_pool else x)
         return feature if pre_logits else self.head(feature)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images (B, in_chans, H, W) -> logits (B, num_classes), or the result of `forward_head` without a head."""
+        """Map images (B, in_chans, H, W) to logits (B, num_classes), or to pooled features if there is no head."""
         return self.forward_head(self.forward_features(x))
 
     def get_intermediate_layers(
@@ -89,8 +88,9 @@ class ImageModel(OperatorModel):
         return_prefix_tokens: bool = False,
         norm: bool = False,
     ) -> list[Any]:
-        """`forward_intermediates` under the name that DINO gave it: the last `n` layers or those of a list, as tokens
-        (B, N, D) or, with `reshape`, maps (B, D, h, w).
+        """Return intermediates through DINO's interface: tokens (B, N, D) or, with `reshape`, maps (B, D, h, w).
+
+        `n` is the number of last layers, or a list of layers. See `forward_intermediates`.
         """
         return self.forward_intermediates(
             x,
@@ -102,7 +102,7 @@ class ImageModel(OperatorModel):
         )
 
     def get_classifier(self) -> nn.Module:
-        """The head."""
+        """Return the head."""
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
@@ -124,7 +124,7 @@ class ImageModel(OperatorModel):
             init_linear(self.head)
 
     def set_pooling(self, name: str, num_classes: int) -> None:
-        """Pool by timm's name: what the model is built with, `avg` for the mean of the patches, or "" for none."""
+        """Set the pooling by timm's name: the model's own, `avg` for the mean of the patches, or "" for none."""
         known = sorted({self.pooled_by, "avg", ""})
         if name not in known:
             raise ValueError(f"global_pool {name!r}: this model has {', '.join(map(repr, known))}")
@@ -135,11 +135,11 @@ class ImageModel(OperatorModel):
         self.grad_checkpointing = enable
 
     def no_weight_decay(self) -> set[str]:
-        """Names of parameters without weight decay, besides norms and biases, which timm's own rule exempts."""
+        """Return the names of parameters without weight decay; timm exempts norms and biases itself."""
         return set()
 
     def check_image_size(self, height: int, width: int) -> None:
-        """Raise a ValueError for another size than `img_size`, in pixels, unless `dynamic_img_size`."""
+        """Raise a ValueError for a size in pixels other than `img_size`, unless `dynamic_img_size`."""
         if not self.dynamic_img_size and (height, width) != self.img_size:
             built = "x".join(map(str, self.img_size))
             raise ValueError(f"image size {height}x{width}: the model is built for {built}, without dynamic_img_size")
@@ -153,7 +153,7 @@ def check_rates(**rates: float) -> None:
 
 
 def init_linear(linear: nn.Linear) -> None:
-    """Weights trunc_normal with deviation 0.02, biases 0."""
+    """Initialise weights trunc_normal with std 0.02, biases 0."""
     nn.init.trunc_normal_(linear.weight, std=0.02)
     if linear.bias is not None:
         nn.init.zeros_(linear.bias)

@@ -1,10 +1,10 @@
-"""Inner learners: small models that are trained on the keys and values of one image, and then read by its queries.
+"""Inner learners: small models that learn the map from keys to values of one image, and are then applied to queries.
 
-A learner has a model F(x; W_1 .. W_P) with a learned start, a loss of its output v̂ = F(k) against v, and a schedule.
-Only the error signal e = ∂L/∂v̂ depends on the loss, and only the gradients G_p = Σ_n (∂v̂_n/∂W_p)ᵀ e_n on the model.
-`error_signal` has the first in closed form for five losses, `MODELS` the second for twelve models, and `learn` is the
-loop over them, for ViT3, its study, T5 and LaCT. Autograd differentiates the closed forms, so the outer gradient is
-that of all inner steps; none of it needs `create_graph`.
+A learner has a model F(x; W_1 .. W_P) with learned initial weights, a loss between v̂ = F(k) and v, and a schedule. The
+loss determines only the error signal e = ∂L/∂v̂; the model determines only the gradients G_p = Σ_n (∂v̂_n/∂W_p)ᵀ e_n.
+`error_signal` computes e in closed form for five losses, and `MODELS` has the closed-form gradients of the models.
+`learn` runs the loop for ViT3, its design study, T5 and LaCT. Autograd differentiates through the closed forms, so the
+outer gradient goes through all inner steps without `create_graph`.
 
 Shape suffixes: B images, h heads, N tokens, d head dimension, n tokens of an inner batch.
 """
@@ -37,30 +37,36 @@ NORM_EPS = 1e-5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InnerLoop:
-    """How an inner learner learns.
+    """Configuration of an inner learner.
 
     Args:
         model: a name of `MODELS`.
         width: hidden units of a model with hidden layers, as a multiple of d.
-        loss: a name of `LOSSES`.
+        depth: layers of an MLP.
+        loss: a name of `LOSSES`; see `error_signal`.
+        lr: inner learning rate.
+        epochs: passes over all inner batches.
         batches: inner batches of an epoch, in token order; their sizes differ by at most one token.
         damping: whether a gradient G is divided by ‖G‖ + 1, with one norm per output unit.
-        only: places of the weights that learn; None for all.
+        direction: `descent`, or `ascent` for steps up the loss.
+        only: indices of the weights that learn; None for all.
         scale: factor s of the loss; None for d^-½.
-        rate: `dynamic` where the loss of a token is weighted by a rate, which the caller computes; `per_weight` where
-            it has such a rate for each weight that learns.
+        rate: `fixed` for `lr` alone; `dynamic` if the caller gives a rate per token, which weights its loss;
+            `per_weight` if the caller gives a rate per token and learning weight.
         reduction: whether the loss is the mean over the tokens of an inner batch or their sum.
-        chunk_size: tokens of an inner batch, of which the last may be shorter; 0 for `batches` of them.
-        steps: on each inner batch, one after another.
-        momentum: whether the steps of earlier inner batches go on, with a factor that the caller computes.
-        muon: see `newton_schulz`, which makes a step orthogonal.
-        norm: whether the weights are brought back to their first norms after each step, one for each output unit: the
-            weights themselves (`state`; `detached` where no gradient goes through the first norms, as in LaCT for
-            novel views), or a copy that is read, while the weights go on without (`copy`).
-        order: when the queries of an inner batch are read out: `before` its own step, `after` it, or at the `end` of
-            all learning.
+        chunk_size: tokens of an inner batch, where the last one may be shorter; 0 to use `batches` instead.
+        steps: consecutive steps on each inner batch.
+        momentum: whether steps have momentum, with a factor that the caller gives.
+        muon: how `newton_schulz` orthogonalises a step.
+        norm: how weights are rescaled to their initial norms (one per output unit) after each step. `state` rescales
+            the weights. `detached` does the same without a gradient through the initial norms, as in LaCT for novel
+            views. `copy` rescales a copy that is read, while the weights stay unscaled.
+        order: when the queries of an inner batch are read: `before` its own step, `after` it, or at the `end` of all
+            learning.
+        q_is_k: whether the keys are read in place of the queries.
 
-    A name that is not known, a number out of range, or an option without effect is a ValueError.
+    Raises:
+        ValueError: an unknown name, a number out of range, or an option without effect.
     """
 
     model: str = "mlp"
@@ -122,16 +128,16 @@ class InnerLoop:
             )
 
     def shapes(self, head_dim: int) -> list[tuple[int, ...]]:
-        """The shape of each weight of one head of width d."""
+        """Return the shape of each weight of one head of width d."""
         return MODELS[self.model].shapes(self, head_dim)
 
     @property
     def learned(self) -> tuple[int, ...]:
-        """The places of the weights that learn."""
+        """The indices of the weights that learn."""
         return tuple(range(len(self.shapes(1)))) if self.only is None else self.only
 
     def split(self, tokens: int) -> list[tuple[int, int]]:
-        """(first token, token after the last) of each inner batch; a ValueError where a batch would be empty."""
+        """Return (first token, token after the last) of each inner batch; ValueError if a batch would be empty."""
         if self.batches > tokens:
             raise ValueError(f"inner batches {self.batches}: there are {tokens} tokens")
         if self.chunk_size:
@@ -141,15 +147,16 @@ class InnerLoop:
         return list(itertools.pairwise(ends))
 
     def count_macs(self, tokens: int, head_dim: int) -> int:
-        """Multiply-adds of learning and read-out for one head: matrix products, and convolutions with borders.
+        """Count the multiply-adds of learning and read-out for one head: matrix products and convolutions.
 
-        The prediction v̂ is formed only for losses that need it, and no step is taken that nobody reads.
+        Convolutions count their zero padding. The prediction v̂ counts only for losses that need it. With the order
+        `before`, the last inner batch takes no step, because no query reads it.
         """
         model = MODELS[self.model]
         shapes = self.shapes(head_dim)
         sizes = [math.prod(shape) for shape in shapes]
         prepare = 0 if model.on_grid else sum(sizes[:-1] if model.ends_linear else sizes)
-        read = sum(sizes) - prepare  # a kernel (o, c, 3, 3) meets each position once
+        read = sum(sizes) - prepare  # per token; a kernel (o, c, 3, 3) is applied once per position
         predict = read if self.loss != "dot" else 0
         gradients = sum(sizes[p] for p in self.learned)
         first = len(sizes) if model.first_back is None else model.first_back
@@ -171,10 +178,14 @@ def learn(
     rates: Tensor | None = None,
     momentum: Tensor | None = None,
 ) -> Tensor:
-    """Learn k -> v from the start `weights`, and read out q as `loop.order` says: see `follow` and `read_out`.
+    """Learn the map from k to v, starting from `weights`, and apply it to q; see `follow` and `read_out`.
 
-    q, k, v (B, h, N, d) -> (B, h, N, d) in the dtype of q; with the order `end`, there may be more or fewer queries
-    than keys. The computation is in fp32 or more, also under autocast: a step is small against a weight.
+    q, k, v and the result are (B, h, N, d), the result in the dtype of q. With the order `end`, the numbers of queries
+    and keys may differ. The computation is in at least fp32, also under autocast, because steps are small compared with
+    the weights.
+
+    Raises:
+        ValueError: as `follow`.
     """
     with full_precision(q.device.type):
         dtype = torch.promote_types(q.dtype, torch.float32)
@@ -201,24 +212,28 @@ def follow(
     rates: Tensor | None = None,
     momentum: Tensor | None = None,
 ) -> Iterator[list[Tensor]]:
-    """The weights at the start, and after the steps on each inner batch; one list, which the next batch changes.
+    """Yield the weights at the start and after each inner batch; it is one list, which the next batch changes.
 
-    For each step on an inner batch, with the gradients G_p and the factor α of the earlier steps' momentum:
+    Each step on an inner batch, with gradients G_p and momentum factor α, is
 
-        M_p ← G_p / (‖G_p‖ + 1) if damped,  M_p ← M_p + α M_p before,  M_p ← NewtonSchulz(M_p)
-        W_p ← W_p − lr·M_p, or plus where the direction is ascent,  W_p ← W_p / (‖W_p‖ + ε) · ‖W_p at the start‖
+        G_p ← G_p / (‖G_p‖ + 1)  (damping)
+        M_p ← G_p + α·M_p        (momentum)
+        W_p ← W_p ∓ lr·NewtonSchulz(M_p)                     (− for descent, + for ascent; NewtonSchulz with muon)
+        W_p ← W_p / (‖W_p‖ + ε) · ‖W_p at the start‖         (norm)
+
+    where every part that `loop` does not have is left out.
 
     Args:
-        weights: the start, each (h, *shape) or (B, h, *shape), of `loop.shapes(d)`.
+        weights: the initial weights, each (h, *shape) or (B, h, *shape) with the shapes of `loop.shapes(d)`.
         k, v: keys and values (B, h, N, d), row-major on the (h, w) grid.
-        rates: (B, h, N) with `rate="dynamic"`, (B, h, N, weights that learn) with `rate="per_weight"`.
+        rates: (B, h, N) with `rate="dynamic"`, (B, h, N, number of learning weights) with `rate="per_weight"`.
         momentum: (B, h, N) with `momentum`; α is the mean over the inner batch.
 
     Yields:
-        The weights, after a step (B, h, *shape); one that does not learn keeps its shape.
+        The weights: (B, h, *shape) after a step; a weight that does not learn keeps its shape.
 
     Raises:
-        ValueError: `rates` or `momentum` that the loop does not have, or has and misses; more batches than tokens.
+        ValueError: `rates` or `momentum` missing or given against the loop's options; more batches than tokens.
     """
     if (rates is not None) != (loop.rate != "fixed"):
         raise ValueError(f"inner rate {loop.rate}: token rates are {'missing' if rates is None else 'given'}")
@@ -229,7 +244,7 @@ def follow(
     W = list(weights)
     starts = [weight.detach() for weight in W] if loop.norm == "detached" else W
     first_norms = [torch.linalg.vector_norm(weight, dim=axes, keepdim=True) for weight in starts]
-    unscaled = list(W)  # without the norm, for a copy that is read
+    unscaled = list(W)  # the weights before the norm, from which `copy` goes on
     moving = dict.fromkeys(loop.learned, 0)
     rate = loop.lr if loop.direction == "ascent" else -loop.lr
     yield W
@@ -255,7 +270,7 @@ def follow(
 def _find_gradients(
     loop: InnerLoop, W: Weights, k: Tensor, v: Tensor, grid: Grid, rates: Tensor | None, first: int, end: int
 ) -> list[Tensor]:
-    """The gradients of the loss of one inner batch with respect to the weights that learn, each (B, h, *shape)."""
+    """Compute the gradients of one inner batch's loss for the weights that learn, each (B, h, *shape)."""
     model, (N, d) = MODELS[loop.model], k.shape[-2:]
     prepared = model.prepare(W, k if model.on_grid else k[..., first:end, :], grid)
     predicted = None if loop.loss == "dot" else model.read(W, prepared)
@@ -266,9 +281,10 @@ def _find_gradients(
     e = error_signal(loop.loss, predicted, v[..., first:end, :], scale)
     if loop.rate == "dynamic":
         e = e * rates[..., first:end, None]
-    if model.on_grid:  # the windows of a batch reach keys of other batches; their own errors do not count
+    # a convolution also needs the keys around a batch, so it runs on the whole grid with errors of 0 outside the batch
+    if model.on_grid:
         e = F.pad(e, (0, 0, first, N - end))
-    # no further back than to the first weight that learns
+    # `pull` is lazy: do not backpropagate past the first weight that learns
     backwards = reversed(range(min(loop.learned), len(W)))
     pairs = dict(zip(backwards, model.pull(W, prepared, e), strict=False))
     found = [pairs[p] for p in loop.learned]
@@ -278,13 +294,13 @@ def _find_gradients(
 
 
 def read_out(loop: InnerLoop, weights: Weights, q: Tensor, grid: Grid) -> Tensor:
-    """F(q; W): queries (B, h, N, d) -> (B, h, N, d)."""
+    """Apply the learned model to queries: F(q; W), (B, h, N, d) -> (B, h, N, d)."""
     model = MODELS[loop.model]
     return model.read(weights, model.prepare(weights, q, grid))
 
 
 def error_signal(loss: Loss, predicted: Tensor | None, v: Tensor, scale: float) -> Tensor:
-    """e = ∂L/∂v̂ of one inner batch, like v (B, h, n, d), with r = v̂ − v and the factor s = `scale`.
+    """Compute e = ∂L/∂v̂ of one inner batch, shaped as v (B, h, n, d), with r = v̂ − v and the factor s = `scale`.
 
     | loss      | L                                    | e                        |
     |-----------|--------------------------------------|--------------------------|
@@ -294,8 +310,11 @@ def error_signal(loss: Loss, predicted: Tensor | None, v: Tensor, scale: float) 
     | mae       | (s/n) Σ |r|                          | s sign(r) / n            |
     | smooth_l1 | (s/n) Σ r²/2, or |r| − ½ where |r| > 1 | s clamp(r, −1, 1) / n  |
 
-    `predicted` is v̂, which the dot product does not need. The values v reach an outer loss through e alone: with mae
-    nowhere, and with smooth_l1 not where |r| > 1.
+    `predicted` is v̂, or None for the dot product, which does not need it. The values v get outer gradients through e
+    alone. So they get none with mae, and with smooth_l1 none where |r| > 1.
+
+    Raises:
+        ValueError: no prediction for a loss that needs it.
     """
     factor = scale / v.shape[-2]
     if loss == "dot":
@@ -309,12 +328,12 @@ def error_signal(loss: Loss, predicted: Tensor | None, v: Tensor, scale: float) 
         return factor * r.clamp(-1, 1)
     if loss == "rmse":
         squares = factor * r.square().sum(dim=(-2, -1), keepdim=True)
-        # a prediction without error takes no step, and √ has no gradient there
+        # where the error is 0 the step is 0, and the derivative of √ would be infinite
         return factor * r / torch.where(squares > 0, squares, 1).sqrt()
     return factor * r
 
 
 def full_precision(device_type: str) -> contextlib.AbstractContextManager:
-    """A context without autocast; nothing to do on devices that do not support autocast, such as meta."""
+    """Return a context that switches autocast off; devices without autocast, such as meta, need none."""
     supported = torch.amp.is_autocast_available(device_type)
     return torch.autocast(device_type, enabled=False) if supported else contextlib.nullcontext()

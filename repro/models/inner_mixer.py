@@ -1,6 +1,6 @@
-"""What takes the place of softmax attention in a ViT: an inner learner for each head, or linear attention.
+"""Token mixer in place of softmax attention in a ViT: an inner learner for each head, or linear attention.
 
-The design study of ViT3, T5 and DiT5 have this one mixer; see `repro.models.inner` for the learners.
+The design study of ViT3, T5 and DiT5 share this mixer; see `repro.models.inner` for the learners.
 
 Shape suffixes: B batch, N tokens (h·w), C width, h heads, d head dimension (C = h·d).
 """
@@ -22,7 +22,7 @@ KeyNormKind = Literal["none", "instance", "no_std", "no_mean", "layer", "rms"]
 Convolution = Literal["none", "v", "qk"]
 STARTS, KEY_NORMS = get_args(Start), get_args(KeyNormKind)
 
-# T5's: one full batch of all tokens at rate 1, on the dot product with the factor d^-½
+# the learners of T5: one step on all tokens at rate 1, with the dot product times d^-½ as loss
 LOOPS = {
     "gate": InnerLoop(model="glu"),
     "2layer": InnerLoop(model="mlp", depth=2),
@@ -32,10 +32,10 @@ LOOPS = {
 
 
 class KeyNorm(nn.Module):
-    """A norm of the keys without parameters, before they are split into heads.
+    """Norm of the keys without parameters, before they are split into heads.
 
-    `instance` is (k - mean) / √(var + 1) over the tokens, for each image and channel, as the release has it; `no_std`
-    leaves the division out and `no_mean` the subtraction. `layer` and `rms` are taken over the channels of a token.
+    `instance` is (k - mean) / √(var + 1) over the tokens, per image and channel, as in the release. `no_std` leaves the
+    division out, and `no_mean` the subtraction. `layer` and `rms` normalise over the channels of a token.
     """
 
     def __init__(self, kind: KeyNormKind):
@@ -43,7 +43,7 @@ class KeyNorm(nn.Module):
         self.kind = kind
 
     def forward(self, k_BNC: Tensor) -> Tensor:
-        """(B, N, C) -> the same shape and dtype; computed in fp32 or more."""
+        """Normalise keys (B, N, C) in at least fp32; shape and dtype are kept."""
         if self.kind == "none":
             return k_BNC
         with full_precision(k_BNC.device.type):
@@ -60,21 +60,24 @@ class KeyNorm(nn.Module):
 
 
 class InnerMixer(nn.Module):
-    """Linear to q, k and v, an inner learner or linear attention for each head, Linear.
+    """Mixer with an inner learner or linear attention in each head, between two linear projections.
 
-    The keys are normalised, then q and k, or v, get a depth-wise convolution of themselves. With `neighbours`, half of
-    the output is neighbourhood attention of the raw q, k and v. With a dynamic rate of the learner, the rate of a token
-    is the sigmoid of a linear map of it, one for each head.
+    The keys are normalised. Then a residual depth-wise convolution is applied to q and k, or to v. With `neighbours`,
+    half of the output is neighbourhood attention of the raw q, k and v. If the learner has a dynamic rate, the rate of
+    a token in a head is the sigmoid of a linear map of the token.
 
     Args:
         dim, num_heads: width C, a multiple of the heads h.
-        inner: the inner learner or its name in `LOOPS`; or `linear` for linear attention with φ(x) = elu(x) + 1,
-            `projqk` for the same of k·W1 and q·W2.
+        inner: an inner learner or its name in `LOOPS`; `linear` for linear attention with φ(x) = elu(x) + 1; `projqk`
+            for linear attention of k·W1 and q·W2.
         key_norm: see `KeyNorm`.
-        dwc: which of q, k and v get a convolution: `none`, `v` or `qk`.
+        dwc: what is convolved: `none`, `v` or `qk`.
         neighbours: side of the window of neighbourhood attention, an odd number; 0 for none.
-        affine: whether q and k get a learned scale and offset for each channel, before everything else.
-        start: of the inner weights; `identity` sets the last one, which must be square (ValueError), to I.
+        affine: whether q and k first get a learned scale and offset per channel.
+        start: initial inner weights; `identity` sets the last one to I.
+
+    Raises:
+        ValueError: `start` is `identity` and the last inner weight is not a square matrix.
     """
 
     def __init__(
@@ -99,7 +102,7 @@ class InnerMixer(nn.Module):
         self.key_norm = KeyNorm(key_norm)
         for name in "qkv":
             setattr(self, f"dwc_{name}", build_cpe(dim) if dwc != "none" and name in dwc else None)
-        # (q and k, C, scale and offset)
+        # axes: (q or k, C, scale or offset)
         self.affine = nn.Parameter(torch.tensor([1.0, 0.0]).repeat(2, dim, 1)) if affine else None
         d = dim // num_heads
         shapes = self.loop.shapes(d) if self.loop else [(d, d)] * (2 if inner == "projqk" else 0)
@@ -113,11 +116,11 @@ class InnerMixer(nn.Module):
 
     @property
     def weights(self) -> list[nn.Parameter]:
-        """The start of the inner learner, or the projections of linear attention, each (h, *shape)."""
+        """The initial weights of the inner learner, or the projections of linear attention, each (h, *shape)."""
         return [getattr(self, name) for name in self.weight_names]
 
     def init_weights(self) -> None:
-        """Draw what a softmax model does not have: inner weights trunc_normal 0.02; convolutions keep PyTorch's start."""
+        """Initialise the inner weights trunc_normal 0.02; convolutions keep PyTorch's default."""
         for weight in self.weights:
             nn.init.trunc_normal_(weight, std=0.02)
         if self.start == "identity":
@@ -125,16 +128,16 @@ class InnerMixer(nn.Module):
                 self.weights[-1].copy_(torch.eye(self.weights[-1].shape[-1]))
 
     def new_parameters(self) -> set[str]:
-        """The names of the parameters that a softmax attention does not have."""
+        """Return the names of the parameters that softmax attention does not have."""
         return {name for name, _ in self.named_parameters() if not name.startswith(("qkv.", "proj."))}
 
     def forward(self, x_BNC: Tensor, grid: Grid) -> Tensor:
-        """Normalised tokens (B, N, C), row-major on (h, w) -> (B, N, C), same dtype (under autocast the mode's)."""
+        """Map normalised tokens (B, N, C), row-major on (h, w), to (B, N, C), in their dtype or autocast's."""
         rates = None if self.rate is None else self.rate(x_BNC).sigmoid().mT
         return self.proj(self.mix(*self.qkv(x_BNC).chunk(3, dim=-1), grid, rates))
 
     def mix(self, q_BNC: Tensor, k_BNC: Tensor, v_BNC: Tensor, grid: Grid, rates_BhN: Tensor | None = None) -> Tensor:
-        """Queries, keys and values (B, N, C) as projected, and the tokens' rates -> what the tokens get, (B, N, C)."""
+        """Mix projected queries, keys and values (B, N, C), with optional token rates (B, h, N), to (B, N, C)."""
         q, k, v = q_BNC, k_BNC, v_BNC
         if self.affine is not None:
             scale, offset = self.affine.unbind(-1)
@@ -154,7 +157,7 @@ class InnerMixer(nn.Module):
         return out.transpose(1, 2).flatten(2)
 
     def param_terms(self) -> dict[str, int]:
-        """Named counts of parameters."""
+        """Return named counts of parameters."""
         C, d = self.proj.in_features, self.proj.in_features // self.num_heads
         shapes = self.loop.shapes(d) if self.loop else [(d, d)] * len(self.weight_names)
         return {
@@ -166,7 +169,7 @@ class InnerMixer(nn.Module):
         }
 
     def mac_terms(self, grid: Grid) -> dict[str, int]:
-        """Named counts of multiply-adds on an (h, w) grid; `InnerLoop.count_macs` has those of an inner learner."""
+        """Return named counts of multiply-adds on an (h, w) grid; see `InnerLoop.count_macs` for an inner learner."""
         N, C, d = grid[0] * grid[1], self.proj.in_features, self.proj.in_features // self.num_heads
         inner = self.loop.count_macs(N, d) if self.loop else (2 + len(self.weight_names)) * N * d * d
         return {
@@ -181,15 +184,15 @@ class InnerMixer(nn.Module):
         return sum(convolve is not None for convolve in (self.dwc_q, self.dwc_k, self.dwc_v))
 
     def _split(self, x_BNC: Tensor) -> Tensor:
-        """(B, N, C) -> (B, h, N, d), in the layout of batched products."""
+        """Split (B, N, C) into heads (B, h, N, d), contiguous for batched products."""
         return x_BNC.unflatten(2, (self.num_heads, -1)).transpose(1, 2).contiguous()
 
 
 def attend_linearly(q: Tensor, k: Tensor, v: Tensor, projections: list[Tensor]) -> Tensor:
-    """φ(q)(φ(k)ᵀv) / φ(q)(φ(k)ᵀ1) with φ(x) = elu(x) + 1; q, k, v (B, h, N, d) -> (B, h, N, d) in the dtype of q,
-    computed in fp32 or more.
+    """Compute linear attention φ(q)(φ(k)ᵀv) / φ(q)(φ(k)ᵀ1) with φ(x) = elu(x) + 1.
 
-    With `projections` W1 and W2 (h, d, d), k·W1 and q·W2 take the place of k and q.
+    q, k, v and the result are (B, h, N, d), the result in the dtype of q; the computation is in at least fp32. With
+    `projections` W1 and W2 (h, d, d), k·W1 and q·W2 take the place of k and q.
     """
     with full_precision(q.device.type):
         dtype = torch.promote_types(q.dtype, torch.float32)

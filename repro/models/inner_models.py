@@ -1,6 +1,4 @@
-"""The twelve inner models in closed form: what they read out, and the gradients of their weights.
-
-`repro.models.inner` learns them.
+"""Inner models with closed-form outputs and weight gradients; `repro.models.inner` has the learning loop.
 
 Shape suffixes: B images, h heads, N tokens, d head dimension.
 """
@@ -22,7 +20,7 @@ _Pair = tuple[Any, Tensor]
 
 
 class Size(Protocol):
-    """What an `InnerLoop` says of the size of its model."""
+    """The size options of an `InnerLoop`."""
 
     width: float
     depth: int
@@ -30,20 +28,20 @@ class Size(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InnerModel:
-    """A model F(x; W) as functions of its weights W, each (h, *shape) or (B, h, *shape), and tokens x (B, h, N, d).
+    """An inner model F(x; W) as functions of its weights W, each (h, *shape) or (B, h, *shape), and x (B, h, N, d).
 
     Args:
-        shapes: (size, d) -> the shape of each weight of one head.
-        prepare: (W, x, grid) -> what `read` and `pull` share: the activations before the last linear layer.
-        read: (W, prepared) -> F(x), shape of x.
-        pull: (W, prepared, e) -> for each weight, the last one first, a pair (x_p, e_p): the tokens that it meets, and
-            e, which is like F(x), brought back to its product with them.
-        join: (x_p, e_p) -> the gradient of Σ ⟨e, F(x)⟩ with respect to the weight, Σ_n x_pᵀ e_p.
-        norm_axes: the axes over which norms of weights and gradients are taken; one remains for each output unit.
-        on_grid: whether F mixes tokens that are neighbours on the (h, w) grid.
-        ends_linear: whether the last weight is a linear layer, whose product only `read` needs.
-        first_back: the first of the weights through which `pull` passes e back; None where there are none.
-        has_width, has_depth: whether `InnerLoop.width` and `depth` have a meaning.
+        shapes: maps (size, d) to the shape of each weight of one head.
+        prepare: maps (W, x, grid) to the activations that `read` and `pull` share.
+        read: maps (W, prepared) to F(x), of the shape of x.
+        pull: the vjp: maps (W, prepared, e), with e of the shape of F(x), to one pair (x_p, e_p) per weight, the last
+            weight first. x_p is the weight's input, and e_p the error at the weight's output.
+        join: the weight gradient: maps (x_p, e_p) to that of Σ ⟨e, F(x)⟩, for a matrix Σ_n x_pᵀ e_p.
+        norm_axes: axes of the norms of weights and gradients, all but that of the output units.
+        on_grid: whether F mixes neighbouring tokens on the (h, w) grid.
+        ends_linear: whether the last weight is a linear layer, so that only `read` needs its product.
+        first_back: index of the first weight through which `pull` backpropagates e; None if there is none.
+        has_width, has_depth: whether the model has the options `InnerLoop.width` and `depth`.
     """
 
     shapes: Callable[[Size, int], list[tuple[int, ...]]]
@@ -60,13 +58,13 @@ class InnerModel:
 
 
 def _silu_slope(z: Tensor) -> Tensor:
-    """SiLU'(z) = σ(z)·(1 + z·(1 − σ(z)))."""
+    """Compute SiLU'(z) = σ(z)·(1 + z·(1 − σ(z)))."""
     sigmoid = z.sigmoid()
     return sigmoid * (1 + z * (1 - sigmoid))
 
 
 def _square(count: int) -> Callable[[Size, int], list[tuple[int, ...]]]:
-    """So many d x d matrices."""
+    """Return the shapes of `count` d x d matrices."""
     return lambda size, d: [(d, d)] * count
 
 
@@ -76,7 +74,7 @@ def _mlp_shapes(size: Size, d: int) -> list[tuple[int, ...]]:
 
 
 def _mlp_prepare(W: Weights, x: Tensor, grid: Grid) -> tuple:
-    """SiLU between the layers and none at the end -> (inputs of every layer, pre-activations of all but the last)."""
+    """Return (inputs of every layer, pre-activations of all but the last); SiLU follows every layer but the last."""
     inputs, pre = [x], []
     for weight in W[:-1]:
         pre.append(inputs[-1] @ weight)
@@ -93,7 +91,7 @@ def _mlp_pull(W: Weights, prepared: tuple, e: Tensor) -> Iterator[_Pair]:
 
 
 def _add_identity(W: Weights) -> list[Tensor]:
-    """The weights with W_P + I in place of the last one."""
+    """Return the weights with W_P + I in place of the last one."""
     return [*W[:-1], W[-1] + torch.eye(W[-1].shape[-1], dtype=W[-1].dtype, device=W[-1].device)]
 
 
@@ -128,7 +126,7 @@ def _glu_pull(W: Weights, prepared: tuple, e: Tensor) -> Iterator[_Pair]:
 
 
 def _conv_prepare(W: Weights, x: Tensor, grid: Grid) -> tuple:
-    """One image (1, B·h·d, h, w), in which every image and head has groups of its own."""
+    """Fold batch and heads into the channels, (1, B·h·d, h, w): one grouped convolution serves all their kernels."""
     B, heads, _, d = x.shape
     return x.mT.reshape(1, B * heads * d, *grid), x.shape
 
@@ -141,7 +139,7 @@ def _conv_read(W: Weights, prepared: tuple) -> Tensor:
 
 
 def _conv_join(x: tuple, e: Tensor) -> Tensor:
-    """G[o, i, δ] = Σ_p e[p, o]·x[p + δ, i] over the positions p of a grid with zeros outside."""
+    """Compute G[o, i, δ] = Σ_p e[p, o]·x[p + δ, i] over the positions p of a zero-padded grid."""
     (image, (B, heads, _, d)), per_group = x
     gradient = conv2d_weight(
         image, (B * heads * d, per_group, 3, 3), e.mT.reshape(image.shape), padding=1, groups=B * heads * d // per_group
@@ -196,7 +194,7 @@ MODELS: dict[str, InnerModel] = {
         first_back=2,
         has_width=True,
     ),
-    # 3x3 convolutions on the grid with zeros outside, all channels of a head to all, and each to itself
+    # zero-padded 3x3 convolutions on the grid: dense within a head, and depth-wise
     "conv": InnerModel(shapes=lambda size, d: [(d, d, 3, 3)], **_CONV),
     "dwconv": InnerModel(shapes=lambda size, d: [(d, 1, 3, 3)], **_CONV),
 }

@@ -1,9 +1,9 @@
 """LaCT, fast weights that learn on large chunks of tokens, in the shell of a ViT without class token.
 
-LaCT's authors have models for language, novel views and videos, and a minimal layer in which all tokens are learned and
-then read; this is that layer with its parts of the language model: a rate for each token and matrix, momentum, Muon and
-row norms. `step` takes them away one by one, as paper 004 does. Widths and heads are ours. `import repro.models`
-registers the models with timm.
+LaCT's authors publish models for language, novel views and videos, and a minimal layer that first learns all tokens and
+then reads them. This is the minimal layer with the parts of the language model: learning rates per token and matrix,
+momentum, Muon and weight norms. `step` removes these parts in the order of the paper on KV binding. Widths and heads
+are this project's choice. `import repro.models` registers the models with timm.
 
 Shape suffixes: B batch, N tokens (h·w), C width, h heads, d head dimension (C = h·d).
 """
@@ -21,21 +21,25 @@ from .image_model import Grid
 from .inner import InnerLoop
 from .shell import NANO_PATCH4_32, NANO_PATCH16_144, ClassFreeViT, require_choice
 
-EPS = 1e-5  # of the norms of q, k and the output
-BASE_RATE = 0.01  # of each token before training, as in LaCT's models of images
+EPS = 1e-5  # eps of the norms of q, k and the output
+BASE_RATE = 0.01  # learning rate of every token where Linear(x) is 0, as in LaCT's models of images
 
 
 class FastWeights(nn.Module):
-    """LaCT's layer: Linear to q, k and v with SiLU, fast weights of each head, a norm of each head, Linear.
+    """LaCT's layer: Linear to q, k and v with SiLU, fast weights in each head, RMSNorm of each head, Linear.
 
-    Queries and keys have length 1. Rates are softplus(Linear(x) + softplus⁻¹(0.01)), a token's momentum σ(Linear(x)).
+    Queries and keys are scaled to length 1. The learning rates are softplus(Linear(x) + softplus⁻¹(0.01)), the momentum
+    of a token is σ(Linear(x)).
 
     Args:
         dim, num_heads: width C, a multiple of the heads h.
-        loop: a step of `repro.models.fast_weights.LADDER`, perhaps with another schedule.
+        loop: a step of `repro.models.fast_weights.LADDER`, possibly with another schedule.
+
+    Raises:
+        ValueError: Muon with heads of width 1.
     """
 
-    learn = staticmethod(learn)  # which a probe replaces on the layer that it watches
+    learn = staticmethod(learn)  # an attribute, so that a probe can replace it on one layer
 
     def __init__(self, dim: int, num_heads: int, loop: InnerLoop):
         super().__init__()
@@ -50,31 +54,32 @@ class FastWeights(nn.Module):
         self.momentum = nn.Linear(dim, num_heads) if loop.momentum else None
         self.norm = nn.RMSNorm(d, eps=EPS)
         self.head_dim = d
-        # as LaCT stores them: (outputs, inputs), W1 and W2 of the hidden units as `w0` and `w2`, W3 as `w1`
+        # LaCT's names and layout, (outputs, inputs): W1 is `w0`, W2 is `w2`, W3 is `w1`
         self.weight_names = ("s",) if loop.model == "fc" else ("w0", "w2", "w1")
         shapes = dict(zip(self.weight_names, loop.shapes(d), strict=True))
         for name in sorted(shapes):
             self.register_parameter(name, nn.Parameter(torch.empty(num_heads, *reversed(shapes[name]))))
 
     def init_weights(self) -> None:
-        """Draw the start of the fast weights: normal, with a variance of 1 over the inputs."""
+        """Initialise the fast weights as N(0, 1/inputs)."""
         for name in sorted(self.weight_names):
             weight = getattr(self, name)
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
 
     def selected_backend(self, dtype: torch.dtype) -> str:
-        """The form that runs here; see `repro.models.fast_weights.choose_form`."""
+        """Return the form that runs here; see `repro.models.fast_weights.choose_form`."""
         return choose_form(self.loop, self.backend, getattr(self, self.weight_names[0]).device)
 
     def forward(self, x_BNC: Tensor, grid: Grid) -> Tensor:
-        """Normalised tokens (B, N, C), row-major on (h, w) -> (B, N, C), same dtype (under autocast the mode's)."""
+        """Map normalised tokens (B, N, C), row-major on (h, w), to (B, N, C), in their dtype or autocast's."""
         q, k, v = F.silu(self.qkv(x_BNC)).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         q, k = (x / (x.norm(dim=-1, keepdim=True) + EPS) for x in (q, k))
         rates = momentum = None
         if self.rates is not None:
             shift = BASE_RATE + math.log(-math.expm1(-BASE_RATE))  # softplus⁻¹
             given = F.softplus(self.rates(x_BNC).float() + shift).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
-            rates = given if given.shape[-1] == 1 else given[..., [0, 2, 1]]  # in the order of the weights
+            # LaCT's order is w0, w1, w2; that of the weights is w0, w2, w1
+            rates = given if given.shape[-1] == 1 else given[..., [0, 2, 1]]
         if self.momentum is not None:
             momentum = self.momentum(x_BNC).sigmoid().mT
         weights = [getattr(self, name).mT for name in self.weight_names]
@@ -82,7 +87,7 @@ class FastWeights(nn.Module):
         return self.proj(self.norm(out).transpose(1, 2).flatten(2))
 
     def param_terms(self) -> dict[str, int]:
-        """Named counts of parameters."""
+        """Return named counts of parameters."""
         C, h = self.proj.in_features, self.num_heads
         return {
             "projections": 4 * C * C,
@@ -92,7 +97,7 @@ class FastWeights(nn.Module):
         }
 
     def mac_terms(self, grid: Grid) -> dict[str, int]:
-        """Named counts of multiply-adds on an (h, w) grid, of the recurrent form."""
+        """Return named counts of multiply-adds of the recurrent form on an (h, w) grid."""
         N, C, h = grid[0] * grid[1], self.proj.in_features, self.num_heads
         return {
             "projections": N * 4 * C * C,
@@ -105,16 +110,18 @@ class FastWeights(nn.Module):
 
 
 class LaCT(ClassFreeViT):
-    """LaCT in the shell.
+    """ViT with LaCT's layer as mixer.
 
     Args:
         num_heads: heads h.
         step: `own`, `ascent`, `q_is_k`, or `v1` to `v6`; see `repro.models.fast_weights.LADDER`.
-        muon, norm, order, chunk_size, inner_steps: of `InnerLoop`; None for what `step` says.
+        muon, norm: options of `InnerLoop`; None keeps those of `step`.
+        order, chunk_size, inner_steps: options `order`, `chunk_size` and `steps` of `InnerLoop`.
         inner_ratio: hidden units of the fast model, as a multiple of the head dimension.
         kwargs: see `ClassFreeViT`.
 
-    A choice that is not known is a ValueError.
+    Raises:
+        ValueError: an unknown choice.
     """
 
     def __init__(
@@ -143,7 +150,7 @@ register_sizes(
         "lact_tiny_patch16_224": {"embed_dim": 192, "num_heads": 1},
         "lact_small_patch16_224": {"embed_dim": 384, "num_heads": 2},
         "lact_base_patch16_224": {"embed_dim": 768, "num_heads": 4},
-        # for tests and the embedded data sets: as many tokens as a scanned digit has pixels, four chunks of them
+        # for tests and the embedded data sets: one token per pixel of a scanned digit, in four chunks
         "lact_nano_patch4_32": {**NANO_PATCH4_32, "chunk_size": 16},
         "lact_nano_patch16_144": {**NANO_PATCH16_144, "chunk_size": 16},
     },

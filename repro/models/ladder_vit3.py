@@ -1,7 +1,7 @@
 """The steps of the paper on KV binding from ViT3 to linear attention.
 
-Each is ViT3 with another inner loop in its heads (`repro.models.vit3.STEPS`). The paper's V2, V4 and V5 take away what
-ViT3 does not have. `import repro.models` registers the models with timm.
+Each step is ViT3 with another inner loop in its heads (`repro.models.vit3.STEPS`). The paper's V2, V4 and V5 remove
+parts that ViT3 does not have. `import repro.models` registers the models with timm.
 """
 
 from typing import Any
@@ -12,12 +12,11 @@ from .vit3 import InnerTraining, ViT3
 
 
 class ViT3Ladder(ViT3):
-    """ViT3 with the inner loop of a step; see `ViT3` for the arguments."""
+    """ViT3 with the inner loop of one step of the ablation chain; see `ViT3` for the arguments."""
 
     def __init__(self, *, step: str = "own", inner_steps: int = 1, **kwargs: Any):
         super().__init__(step=step, inner_steps=inner_steps, **kwargs)
-        # a second draw of the mixers, after that of the rest, so that a seed keeps the weights that results were
-        # trained from
+        # draw the mixers a second time, after all other weights: recorded results were trained from this order of draws
         for block in self.blocks:
             block.attn = InnerTraining(self.embed_dim, self.num_heads, step, inner_steps)
         self.init_weights()

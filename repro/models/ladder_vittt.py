@@ -1,8 +1,8 @@
 """Vittt with other inner learners: what the paper on KV binding does to LaCT and ViT3, where it carries over
 (`repro.models.ttt_mixer.STEPS`).
 
-Vittt's learner does not reduce to linear attention, for its LayerNorm; those of `plain` and `dot` do, and have a
-parallel form (`kernels.ttt_linear.plain`). `import repro.models` registers the models with timm.
+The inner LayerNorm keeps Vittt's learner from reducing to linear attention. The learners `plain` and `dot` reduce to it
+and have a parallel form (`kernels.ttt_linear.plain`). `import repro.models` registers the models with timm.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from .vittt_block import EPS
 
 
 class VitttLadder(Vittt):
-    """Vittt with the inner learner of a step; see `Vittt` for the arguments."""
+    """Vittt with the inner learner of one step of the ablation chain; see `Vittt` for the arguments."""
 
     def __init__(self, *, step: Step = "own", **kwargs: Any):
         super().__init__(step=step, **kwargs)
@@ -24,8 +24,7 @@ class VitttLadder(Vittt):
             options["reading"] = self.reading
         tokens = self.grid_size[0] * self.grid_size[1]
         tokens += len(self.prefix_positions(tokens))
-        # a second draw of the mixers, after that of the rest, so that a seed keeps the weights that results were
-        # trained from
+        # draw the mixers a second time, after all other weights: recorded results were trained from this order of draws
         for block in self.blocks:
             block.mixer = block.mixer_class(self.embed_dim, self.num_heads, tokens, **options)
 

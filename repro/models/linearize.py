@@ -1,9 +1,8 @@
-"""From a pretrained softmax ViT to a student with a mixer of linear cost: which student fits it, and what the student
-inherits.
+"""Linearisation: a student with a mixer of linear cost inherits the weights of a pretrained softmax ViT.
 
-`read_shell` finds in a ViT of timm, or in a `t5_softmax_*` of ours, what the student (`repro.models.t5.T5`) keeps:
-patches, positions, projections, MLPs, norms and head. What the student has no place for, such as a class token, is left
-behind, and said so.
+`read_shell` takes from a ViT of timm, or from a `t5_softmax_*` model, the parts that the student (`repro.models.t5.T5`)
+keeps: patches, positions, projections, MLPs, norms and head. Other parts, such as a class token, are dropped and
+reported as left behind.
 """
 
 import dataclasses
@@ -29,13 +28,14 @@ PARTLY = "used, without the rows of the tokens that are no patches"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shell:
-    """What a student takes over of a softmax ViT.
+    """The part of a softmax ViT that a student inherits.
 
     Args:
-        options: the arguments with which a `T5` has the same shell.
-        state: the tensors under the names of `T5`; positions without rows of class tokens and registers.
-        fates: for every key of the ViT what becomes of it, as `repro.models.weights.load_state` reports it.
-        num_classes: outputs of the head; 0 without one.
+        options: the arguments that build a `T5` with the same shell.
+        state: the tensors under the names of `T5`; the positions lack the rows of class tokens and registers.
+        grid: the (h, w) patch grid of the positions.
+        fates: the status of every key of the ViT, in the words of `repro.models.weights.load_state`.
+        num_classes: outputs of the head; 0 without a head.
     """
 
     options: Mapping[str, Any]
@@ -46,10 +46,11 @@ class Shell:
 
 
 def read_shell(model: nn.Module, where: str) -> Shell:
-    """The shell of a softmax ViT with its weights.
+    """Extract the shell of a softmax ViT, with its weights.
 
     Args:
         model: a `VisionTransformer` of timm, DeiT included, or a `T5` with `inner="softmax"`.
+        where: the name of the weights in error messages.
 
     Raises:
         UserError: another kind of model, or one with a part that no student has, such as gated attention.
@@ -64,7 +65,7 @@ def read_shell(model: nn.Module, where: str) -> Shell:
 
 
 def choose_student(shell: Shell) -> tuple[str, dict[str, Any]]:
-    """The registered T5 of a shell, and options that its name does not say, but for image size and classes."""
+    """Return the registered T5 closest to a shell, and the options that differ; without image size and classes."""
     asked = {key: value for key, value in shell.options.items() if key != "img_size"}
     defaults = {"patch_size": 16, "depth": 12, "mlp_ratio": 4.0, "layer_scale": False, "norm_eps": 1e-6, "in_chans": 3}
     best: tuple[str, dict[str, Any]] | None = None
@@ -76,12 +77,12 @@ def choose_student(shell: Shell) -> tuple[str, dict[str, Any]]:
 
 
 def inherit(student: T5, shell: Shell, where: str) -> dict[str, str]:
-    """Fill a freshly built student with what it inherits, bit for bit; positions are resampled to its grid.
+    """Fill a freshly built student with the inherited tensors, bit for bit; positions are resampled to its grid.
 
-    The head is inherited where both have as many classes.
+    The head is inherited if both have the same number of classes.
 
     Returns:
-        What became of every key of the pretrained model, and `expected: new` for the keys that are the student's own.
+        The status of every key of the pretrained model, and `expected: new` for the student's own keys.
 
     Raises:
         UserError: a shell that does not fit; the student is then unchanged.
@@ -102,10 +103,10 @@ def inherit(student: T5, shell: Shell, where: str) -> dict[str, str]:
 
 
 def freeze_inherited(student: T5, shell: Shell) -> None:
-    """Switch off the gradients of everything that is inherited; a new head learns.
+    """Switch off the gradients of all inherited parameters; a new head is trained.
 
     Raises:
-        ValueError: then nothing is left that learns.
+        ValueError: no parameter is left to train.
     """
     new = student.new_parameters()
     if shell.num_classes != student.num_classes:
@@ -145,7 +146,7 @@ def _read_t5(model: T5, where: str) -> Shell:
 
 
 def _find_obstacle(model: VisionTransformer) -> str | None:
-    """The first part of a ViT of timm that no student has, in words; None if there is none."""
+    """Return in words the first part of a ViT of timm that no student has, or None."""
     block, patches = model.blocks[0], model.patch_embed
     if type(block) is not TimmBlock:
         return f"its blocks are {type(block).__name__}"
@@ -210,7 +211,7 @@ def _read_timm(model: VisionTransformer) -> Shell:
         else:
             fates[key] = PARTLY if key == "pos_embed" and prefix else "used"
             state[key] = value[:, prefix:] if key == "pos_embed" else value
-    # a norm that follows the mean precedes it in the student, where it sees each token
+    # timm's fc_norm follows the pooling; the student normalises each token before its mean
     state = rename_prefixes(state, {"patch_embed.proj.": "patch_embed.", "fc_norm.": "norm."})
     grid = tuple(model.patch_embed.grid_size)
     classes = model.head.out_features if isinstance(model.head, nn.Linear) else 0

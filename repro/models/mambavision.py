@@ -1,8 +1,8 @@
 """MambaVision: two stages of convolutions, then two of windows, which a selective scan mixes first and attention after
 it.
 
-MambaVision-T/S/B and a nano. The modules of a block have the names of the release. `import repro.models` registers the
-models with timm.
+The models are MambaVision-T/S/B and a nano. The modules of a block have the names of the release. `import repro.models`
+registers the models with timm.
 
 Shape suffixes: B images, b windows of all images, L = w² tokens of a window, C width of a stage, E = C/2 channels of
 the scan, N states, R rank of the step size's projection.
@@ -33,11 +33,11 @@ _CONVS = dict.fromkeys(("conv1d_x", "conv1d_z"), built_conv(nn.Conv1d, CONV_KERN
 MLP_RATIO = 4
 EPS = 1e-5
 STEM_EPS = 1e-4
-FIRST_OF_WINDOWS = 2  # the first of the stages that are cut into windows
+FIRST_OF_WINDOWS = 2  # index of the first stage with windows
 
 
 class ConvBlock(nn.Module):
-    """x + BN(conv(GELU(BN(conv(x))))), with 3x3 convolutions, the tanh approximation of GELU, and stochastic depth."""
+    """x + BN(conv(GELU(BN(conv(x))))) with 3x3 convolutions, tanh-approximated GELU and stochastic depth."""
 
     def __init__(self, dim: int, drop_path: float):
         super().__init__()
@@ -47,14 +47,14 @@ class ConvBlock(nn.Module):
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C, h, w) -> the same shape."""
+        """Map (B, C, h, w) to the same shape."""
         return x + self.drop_path(self.norm2(self.conv2(self.act(self.norm1(self.conv1(x))))))
 
 
 class MambaVisionMixer(nn.Module):
-    """Linear -> two branches of half the channels, Conv1d and SiLU, one also a selective scan -> both -> Linear.
+    """Linear, two branches of half the channels with Conv1d and SiLU, a selective scan of one branch, join, Linear.
 
-    The convolutions reach one token to both sides. The scan has one direction and no gate. Its step size is softplus of
+    The convolutions reach one token to each side. The scan has one direction and no gate. Its step size is softplus of
     the projection plus twice the bias: the release adds the bias in the projection and again in the scan, and its
     weights were trained with that.
     """
@@ -73,34 +73,36 @@ class MambaVisionMixer(nn.Module):
         self.out_proj = nn.Linear(dim, dim, bias=False)
 
     def forward(self, x_bLC: Tensor) -> Tensor:
-        """Normalised tokens (b, L, C) of windows, row-major -> (b, L, C), same dtype (the mode's under autocast)."""
+        """Map normalised tokens (b, L, C) of windows, row-major, to (b, L, C), in their dtype or autocast's."""
         u_bLE, z_bLE = F.silu(self._convolve(self.in_proj(x_bLC).transpose(1, 2))).transpose(1, 2).chunk(2, dim=-1)
         low, B_bLN, C_bLN = self.x_proj(u_bLE).split((self.rank, STATE_DIM, STATE_DIM), dim=-1)
         A = -torch.exp(at_least_fp32(self.A_log))
+        # `dt_proj` has added its bias already; the scan adds it again, as in the release
         delta, bias = self.dt_proj(low), find_bias(self.dt_proj, low.new_zeros(self.rank))
         y = selective_scan(u_bLE, delta, A, B_bLN, C_bLN, self.D, None, bias, backend=self.backend)
         return self.out_proj(torch.cat((y, z_bLE), dim=-1))
 
     def _convolve(self, x_bCL: Tensor) -> Tensor:
-        """Both branches, (b, C, L) -> (b, C, L)."""
+        """Convolve both branches: (b, C, L) -> (b, C, L)."""
         reach = CONV_KERNEL // 2
         if not are_as_built(self, _CONVS):
             branches = F.pad(x_bCL, (reach, reach)).chunk(2, dim=1)
             return torch.cat((self.conv1d_x(branches[0]), self.conv1d_z(branches[1])), dim=1)
-        # in one convolution; of height 1 in two dimensions, it needs no transposed copy
+        # one convolution for both branches; as a 2-D convolution of height 1 it needs no transposed copy
         weight = torch.cat((self.conv1d_x.weight, self.conv1d_z.weight)).unsqueeze(2)
         return F.conv2d(x_bCL.unsqueeze(2), weight, padding=(0, reach), groups=len(weight)).squeeze(2)
 
     def selected_backend(self, dtype: torch.dtype) -> str:
-        """The implementation of the selective scan that runs here for activations of `dtype`."""
+        """Return the backend of the selective scan that runs here for activations of `dtype`."""
         return selected_backend(self.backend, self.A_log.device, state_dim=STATE_DIM, dtype=dtype)
 
 
 class WindowBlock(nn.Module):
-    """x + g1 · Mixer(LN(x)), then x + g2 · MLP(LN(x)), with stochastic depth; g1, g2 are learned with a layer scale.
+    """x + g1 · Mixer(LN(x)), then x + g2 · MLP(LN(x)), with stochastic depth; g1 and g2 are the layer scale.
 
     Args:
-        mixer: the scan or attention. layer_scale: what g1 and g2 start from; None for none.
+        mixer: a scan or attention.
+        layer_scale: initial value of g1 and g2; None for no layer scale.
     """
 
     def __init__(self, dim: int, mixer: nn.Module, layer_scale: float | None, drop_path: float):
@@ -111,15 +113,15 @@ class WindowBlock(nn.Module):
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(b, L, C) of windows -> the same shape."""
+        """Map tokens (b, L, C) of windows to the same shape."""
         tokens = tokens + self.drop_path(self.ls1(self.mixer(self.norm1(tokens))))
         return tokens + self.drop_path(self.ls2(self.mlp(self.norm2(tokens))))
 
 
 class WindowStage(Stage):
-    """A stage that cuts its map into windows, runs all blocks on them, and joins them.
+    """Stage that cuts its map into windows, runs all blocks on them, and joins the windows again.
 
-    The map is padded with zeros at right and bottom to multiples of the window; blocks take the padding as tokens.
+    The map is zero-padded at the right and at the bottom to multiples of the window; padded positions are tokens, too.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], downsample: nn.Module | None, window: int):
@@ -127,7 +129,7 @@ class WindowStage(Stage):
         self.window = window
 
     def forward(self, x: Tensor, *, recompute: bool = False) -> Tensor:
-        """(B, C, h, w) -> the same shape, a channels-last view."""
+        """Map (B, C, h, w) to the same shape, a channels-last view."""
         side, (h, w) = self.window, x.shape[-2:]
         rows, columns = -(-h // side), -(-w // side)
         if (rows * side, columns * side) != (h, w):
@@ -141,14 +143,16 @@ class WindowStage(Stage):
 
 
 class MambaVision(Hierarchy):
-    """MambaVision in timm's conventions; no parameter depends on image size or windows; the result does on windows.
+    """MambaVision in timm's conventions.
 
-    In a stage of d blocks with windows, the first ⌈d/2⌉ scan and the others attend.
+    No parameter depends on the image size or the windows, but the output depends on the windows. In a window stage of
+    d blocks, the first ⌈d/2⌉ blocks scan and the others use attention.
 
     Args:
-        num_heads, windows: attention heads, and the sides of the windows, of the last two stages. At 224 pixels the
-            default windows are the whole grids; the release enlarges them for dense tasks.
-        layer_scale: the start of the learned scale of the branches of the last two stages; None for no scale.
+        stem: channels after the first convolution.
+        num_heads, windows: attention heads and window sides of the last two stages. At 224 pixels the default windows
+            are the whole grids; the release enlarges them for dense tasks.
+        layer_scale: initial layer scale of the last two stages; None for no layer scale.
         kwargs: see `Hierarchy`.
 
     Raises:
@@ -200,13 +204,16 @@ class MambaVision(Hierarchy):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Linear trunc_normal 0.02, zero bias, also the step size's, which starts at softplus(0); else by default."""
+        """Initialise Linear trunc_normal 0.02 and biases 0; everything else keeps its default.
+
+        The zeroed biases include that of the step size, which therefore starts at softplus(0).
+        """
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 init_linear(module)
 
     def param_terms(self) -> dict[str, int]:
-        """Named counts of parameters that add up to the model's own."""
+        """Return named counts that add up to the model's parameters."""
         C, N = self.widths[0], STATE_DIM
         terms = {"stem": 9 * self.in_chans * self.stem + 9 * self.stem * C}
         names = (
@@ -239,7 +246,7 @@ class MambaVision(Hierarchy):
         return terms | {"head": self.num_classes * (self.num_features + 1)}
 
     def mac_terms(self, image_size: Grid) -> dict[str, int]:
-        """Named counts of multiply-adds for an image of (H, W) pixels, windows' padded positions included."""
+        """Return named counts of multiply-adds for an image of (H, W) pixels, padded positions of windows included."""
         terms = self.paper_mac_terms(image_size) | dict.fromkeys(("conv1d", "scan", "attention_products"), 0)
         for (tokens, window), C, depth in zip(
             self._window_tokens(image_size), self.widths[2:], self.depths[2:], strict=True
@@ -251,7 +258,7 @@ class MambaVision(Hierarchy):
         return terms
 
     def paper_mac_terms(self, image_size: Grid) -> dict[str, int]:
-        """The same by the convention of its authors, who count 2-D convolutions and linear layers alone."""
+        """Return the counts by the authors' convention: 2-D convolutions and linear layers alone."""
         sizes = [h * w for h, w in self.grids_of(*image_size)]
         height, width = (-(-side // 2) for side in image_size)
         terms = {"stem": height * width * 9 * self.in_chans * self.stem + sizes[0] * 9 * self.stem * self.widths[0]}
@@ -272,7 +279,7 @@ class MambaVision(Hierarchy):
         return terms | {"head": self.num_features * self.num_classes}
 
     def _window_tokens(self, image_size: Grid) -> list[tuple[int, int]]:
-        """For each stage with windows: the tokens of all windows of an image, and those of one window."""
+        """Return for each window stage the tokens of all windows of an image, and those of one window."""
         grids = self.grids_of(*image_size)[FIRST_OF_WINDOWS:]
         return [
             (-(-h // side) * -(-w // side) * side**2, side**2) for (h, w), side in zip(grids, self.windows, strict=True)
@@ -280,7 +287,7 @@ class MambaVision(Hierarchy):
 
 
 def scan_blocks(depth: int) -> int:
-    """How many blocks of a stage with windows scan: the first half, with the middle one of an odd number."""
+    """Return how many of a window stage's blocks scan: the first half, rounded up."""
     return (depth + 1) // 2
 
 
@@ -297,10 +304,10 @@ _RENAMED = {
 
 
 def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict of the official release under our names; unknown keys are kept, for a strict load to report.
+    """Rename an official state dict; unknown keys are kept, so that a strict load reports them.
 
-    Where keys begin with `encoder.`, the others are left out, as the release does. Where a file does not say how many
-    batches a BatchNorm has seen, it is 0, which only counts in further training without momentum.
+    If some keys begin with `encoder.`, all others are dropped, as in the release. A missing `num_batches_tracked` of a
+    BatchNorm becomes 0, which matters only for further training without momentum.
     """
     encoder = {key.removeprefix("encoder."): value for key, value in state_dict.items() if key.startswith("encoder.")}
 

@@ -7,15 +7,15 @@ from .image_model import Grid
 
 
 def attend_to_neighbours(q: Tensor, k: Tensor, v: Tensor, grid: Grid, window: int) -> Tensor:
-    """Softmax attention of every query to the keys in a window, with scores ⟨q, k⟩·d^-½ and no bias for positions.
+    """Attend from every query to the keys in its window, with scores ⟨q, k⟩·d^-½ and without position bias.
 
-    At a border the window moves inwards, so that every query has window² keys; a grid narrower than the window bounds
-    it. Time and memory are O(N·window²).
+    At a border the window moves inwards, so every query has window² keys, or fewer if the grid is narrower than the
+    window. Time and memory are O(N·window²).
 
     Args:
         q, k, v: (B, h, N, d), row-major on the (rows, columns) grid.
         grid: rows and columns, whose product is N.
-        window: its side in tokens, an odd number.
+        window: side of the window in tokens, an odd number.
 
     Returns:
         (B, h, N, d), in the dtype of v.
@@ -28,12 +28,12 @@ def attend_to_neighbours(q: Tensor, k: Tensor, v: Tensor, grid: Grid, window: in
 
 
 def find_neighbours(grid: Grid, window: int, device: torch.device | None = None) -> Tensor:
-    """The numbers of the tokens in each token's window, row by row: (N, window²), or fewer columns on a narrower grid."""
+    """Return the token indices in each token's window, row-major: (N, window²), fewer columns on a narrower grid."""
     rows, columns = (_find_neighbours_of_axis(length, min(window, length), device) for length in grid)
     return (rows[:, None, :, None] * grid[1] + columns[None, :, None, :]).flatten(2).flatten(0, 1)
 
 
 def _find_neighbours_of_axis(length: int, window: int, device: torch.device | None) -> Tensor:
-    """(length, window): the first one of token i is i - window // 2, moved into the axis."""
+    """Return (length, window) indices along an axis; token i's window starts at i - window // 2, clamped."""
     first = (torch.arange(length, device=device) - window // 2).clamp(0, length - window)
     return first[:, None] + torch.arange(window, device=device)

@@ -1,4 +1,4 @@
-"""The weights that timm publishes: finding the set that a name means, and its model. Errors are one line."""
+"""Weights that timm publishes: resolution of names, and building of models. Error messages are one line."""
 
 import contextlib
 import dataclasses
@@ -17,12 +17,11 @@ from ..core.errors import RunError, UserError
 from .registry import build_model, family_module, require_known
 from .weights import require_sound
 
-# tags of the architecture's own authors, for weights that were trained on ImageNet-1K alone; they are preferred to
-# timm's
+# tags of weights by the authors of an architecture, trained on ImageNet-1K alone; they take precedence over timm's
 _AUTHORS = ("fb_in1k", "ms_in1k", "pycls_in1k")
-# where a file of timm's may hold its state dict, in timm's order: the moving average counts
+# keys under which a file of timm's may hold its state dict, in timm's order: moving averages come first
 PLACES = ("state_dict_ema", "model_ema", "state_dict", "model")
-# parts of timm's tags that mean more than labelled ImageNet-1K: fine-tuned, linear probe, weak or noisy labels, a
+# parts of timm's tags for training beyond labelled ImageNet-1K: fine-tuning, linear probe, weak or noisy labels, a
 # teacher
 _MORE = frozenset(["ft", "lc", "swag", "ssl", "swsl", "wsl", "ns", "dist", "distilled"])
 
@@ -32,27 +31,27 @@ class Published:
     """One set of published weights."""
 
     model: str  # registered name, without timm's tag
-    tag: str  # timm's name for this set of weights; empty for a model with one unnamed set
-    license: str | None  # stated by the publisher on the hub, according to timm's configuration
-    # whether a paper's row for the plain model may be set against them: trained on ImageNet-1K alone, and the authors'
-    # own set if they published one
+    tag: str  # timm's tag of this set of weights; empty for a model with a single unnamed set
+    license: str | None  # the publisher's license on the hub, according to timm's configuration
+    # whether the weights may be compared with a paper's row for the plain model: they were trained on ImageNet-1K
+    # alone, and are the authors' own if the authors published any
     comparable: bool
     # timm's configuration: input_size, interpolation, crop_pct, mean, std, num_classes and others
     preprocessing: Mapping[str, Any]
 
     @property
     def full_name(self) -> str:
-        """The name with which `timm.create_model` builds the model with these weights."""
+        """The name for `timm.create_model` that selects these weights."""
         return f"{self.model}.{self.tag}" if self.tag else self.model
 
     @property
     def record_name(self) -> str:
-        """The name in records: the plain one, by which reports find it, only if a paper's row may be set against it."""
+        """The name in records: plain, so that reports find it, only if it may be compared with a paper's row."""
         return self.model if self.comparable else self.full_name
 
 
 def is_only_imagenet_1k(tag: str) -> bool:
-    """Whether a tag of timm's says that the weights have seen labelled ImageNet-1K and nothing else; False in doubt."""
+    """Return whether timm's tag means training on labelled ImageNet-1K and nothing else; False in doubt."""
     *parts, last = tag.split("_")
     return (
         last == "in1k" and not _MORE & set(parts) and not any(part.startswith(("in", "laion", "lvd")) for part in parts)
@@ -60,7 +59,7 @@ def is_only_imagenet_1k(tag: str) -> bool:
 
 
 def is_from_timm(name: str) -> bool:
-    """Whether a model, tagged or not, is one of timm's and not of this project; UserError for an unknown one."""
+    """Return whether a model, tagged or not, is timm's and not this project's; UserError for an unknown name."""
     try:
         require_known(name)
     except ValueError as error:
@@ -69,11 +68,11 @@ def is_from_timm(name: str) -> bool:
 
 
 def find_published(name: str, *, required: bool = True) -> Published:
-    """The published weights that a name means.
+    """Resolve a name to published weights.
 
-    `model.tag` means that set. `model` alone means the set for a paper's table (ImageNet-1K alone, the authors' before
-    timm's), or timm's default if there is none. If not `required`, a model without published weights gives timm's
-    configuration, with an empty tag.
+    `model.tag` selects that set. `model` alone selects the set for comparison with a paper: ImageNet-1K alone, the
+    authors' before timm's. If there is none, it selects timm's default. If not `required`, a model without published
+    weights returns timm's configuration with an empty tag.
 
     Raises:
         UserError: an unknown model or tag, or a model without published weights.
@@ -98,15 +97,17 @@ def find_published(name: str, *, required: bool = True) -> Published:
 def build_published(
     published: Published, *, file: Path | None = None, state: Mapping[str, Tensor] | None = None, **options: Any
 ) -> nn.Module:
-    """A model with published weights, from the hub, its local cache or a file's state; timm loads them, strictly.
+    """Build a model with published weights from the hub, its local cache, or a file; timm loads them strictly.
 
-    The state has timm's names, or names that timm translates; errors name its file. `options` are further arguments of
-    the model, such as `img_size` and, for a file, its own `num_classes`.
+    Args:
+        published: the weights' description.
+        file, state: a file, for error messages, and its tensors under timm's names or names that timm translates; None
+            for weights from the hub.
+        options: further arguments of the model, such as `img_size` and, for a file, its own `num_classes`.
 
     Raises:
-        UserError: a model that cannot be built with these options, a state that does not fit it, or weights that are not
-            finite.
-        RunError: the weights cannot be fetched.
+        UserError: a model that cannot be built with these options, a state that does not fit, or non-finite weights.
+        RunError: the weights cannot be downloaded.
     """
     from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
@@ -124,12 +125,12 @@ def build_published(
             ) from None
         except ValueError as error:
             raise UserError(" ".join(str(error).split())) from None
-        # damaged, or with other keys
+        # a damaged file, or one with other keys
         except (OSError, EOFError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
             why = f"{published.full_name}: weights cannot be loaded: {' '.join(str(error).split())[:200] or type(error).__name__}"
             raise (UserError(f"{file}: {why}") if file else RunError(why)) from None
     model.pretrained_cfg.pop("state_dict", None)
-    # timm may have renamed them, but not their last part, e.g. num_batches_tracked
+    # timm may rename a key, but keeps its last part, e.g. num_batches_tracked
     known = {name.rpartition(".")[2] for name, buffer in model.named_buffers() if not buffer.is_floating_point()}
     integers = (key for key, value in (state or {}).items() if not value.is_floating_point())
     if wrong := next((key for key in integers if key.rpartition(".")[2] not in known), None):
@@ -141,21 +142,21 @@ def build_published(
 
 @functools.cache
 def _find_hub_problem(endpoint: str) -> str | None:
-    """Why the hub cannot be reached, or None; found out once per process."""
+    """Return why the hub cannot be reached, or None; cached for the process."""
     from huggingface_hub.utils import get_session
 
     try:
         get_session().head(endpoint, timeout=10)
-    except Exception as error:  # of whichever HTTP client this version of the hub's package uses
+    except Exception as error:  # the HTTP client, and so its errors, depends on the version of the hub's package
         return f"{endpoint}: {error}"
     return None
 
 
 @contextlib.contextmanager
 def _only_cache_if_offline() -> Iterator[str | None]:
-    """Use only the hub's cache while the hub cannot be reached: its client would retry for most of a minute per model.
+    """Restrict the hub's client to its cache if the hub cannot be reached, and yield the reason or None.
 
-    Yields why the hub cannot be reached, or None.
+    Otherwise the client would retry for most of a minute per model.
     """
     from huggingface_hub import constants
 

@@ -26,10 +26,10 @@ _ANY_SIZE = {"strict_img_size": False, "always_partition": True}  # with these, 
 
 
 class NativePyramid(Pyramid):
-    """A hierarchical backbone with timm's feature interface.
+    """Pyramid of a hierarchical backbone with timm's feature interface.
 
-    What follows the last map, final norm and head, is removed. Each map gets a LayerNorm over its channels, as in the
-    releases of Swin and ConvNeXt for detection and segmentation. A `Hierarchy` rounds its grids up, without padding.
+    The final norm and the head are removed. Each map gets a LayerNorm over its channels, as in the releases of Swin and
+    ConvNeXt for detection and segmentation. A `Hierarchy` rounds its grids up, without padding of the image.
 
     Args:
         backbone: a model with `feature_info` and `forward_intermediates`.
@@ -54,14 +54,14 @@ class NativePyramid(Pyramid):
         before = set(backbone.state_dict())
         backbone.prune_intermediate_layers(self.indices, prune_norm=True)
         heads = {name.split(".")[0] for name in classifier_names(backbone.pretrained_cfg)}
-        for name in heads:  # with what timm keeps of it, such as ConvNeXt's norm
+        for name in heads:  # timm's pruning keeps parts of some heads, such as ConvNeXt's norm
             setattr(backbone, name, nn.Identity())
         self._removed = before - set(backbone.state_dict())
         self._heads = tuple(f"{name}." for name in heads)
         self.norms = nn.ModuleList(LayerNorm2d(channels, eps=EPS) for channels in self.channels)
 
     def forward(self, images: Tensor) -> list[Tensor]:
-        """(B, 3, H, W) -> four maps; a UserError if the backbone does not take images of this size."""
+        """Map images (B, 3, H, W) to four maps; raise a UserError if the backbone does not take this size."""
         if not isinstance(self.backbone, Hierarchy):
             images = pad_to_stride(images)
         try:
@@ -74,11 +74,11 @@ class NativePyramid(Pyramid):
         return [norm(level) for norm, level in zip(self.norms, maps, strict=True)]
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute the backbone's blocks in the backward pass, where its family can."""
+        """Switch gradient checkpointing of the backbone, if its family has it."""
         self.backbone.set_grad_checkpointing(enable)
 
     def group_matcher(self, coarse: bool = False, prefix: str = "") -> dict[str, Any]:
-        """The backbone's own patterns; everything else is the last layer.
+        """Return the backbone's own patterns; everything else is the last layer.
 
         Raises:
             UserError: the backbone's family has no such patterns.
@@ -90,12 +90,12 @@ class NativePyramid(Pyramid):
         return _prepend(self.backbone.group_matcher(coarse), rf"^{re.escape(prefix)}backbone\.")
 
     def no_weight_decay(self) -> set[str]:
-        """What the backbone exempts; vectors and biases are exempt by timm's own rule."""
+        """Return the backbone's parameters without weight decay; timm exempts vectors and biases itself."""
         exempt = self.backbone.no_weight_decay() if hasattr(self.backbone, "no_weight_decay") else ()
         return {f"backbone.{name}" for name in exempt}
 
     def is_removed(self, key: str) -> bool:
-        """Whether a key of the backbone's weights belongs to its final norm or its head."""
+        """Return whether a key of the backbone belongs to its final norm or its head."""
         return key in self._removed or key.startswith(self._heads)
 
 
@@ -109,12 +109,12 @@ def build_pyramid(
     freeze_backbone: bool = False,
     size: AdapterSize | None = None,
 ) -> Pyramid:
-    """A registered backbone as a pyramid: a plain one with a ViT-Adapter, a hierarchical one by its own maps.
+    """Build the pyramid of a registered backbone: a plain one with a ViT-Adapter, a hierarchical one from its maps.
 
     Args:
         name: a model of this project, a ViT of timm's, or any model of timm's with maps of strides 4 to 32.
-        options: further arguments of the backbone, with the `img_size` of its training where that is not the default.
-        drop_path_rate: of the backbone's last block, to which the rates rise linearly from 0, and of the adapter's
+        options: further arguments of the backbone, among them the `img_size` of its training if not the default.
+        drop_path_rate: rate of the backbone's last block, to which the rates rise linearly from 0, and of the adapter's
             extractors.
         features, size: see `ViTAdapter`; a hierarchical backbone uses neither.
         final_norm: see `ViTAdapter`; the maps of a hierarchical backbone have norms of their own.
@@ -147,13 +147,12 @@ def build_pyramid(
 
 
 def load_backbone(pyramid: Pyramid, checkpoint: Checkpoint) -> dict[str, str]:
-    """Fill the backbone of a pyramid with the weights of a classifier, strictly.
+    """Fill the backbone of a pyramid strictly with the weights of a classifier.
 
     Returns:
-        A line for every key. For keys of the checkpoint: `used`, or `expected: not needed` (norm and head; a ViT's
-            class token).
-        For keys of the pyramid that the checkpoint does not fill: `expected: new` (everything but the backbone; a ViT's
-            layer scales).
+        A status for every key of the checkpoint and the pyramid. Keys of the checkpoint are `used` or `expected: not
+        needed` (norm and head; a ViT's class token). Keys of the pyramid that the checkpoint does not fill are
+        `expected: new` (everything but the backbone; a ViT's layer scales).
 
     Raises:
         UserError: a checkpoint that cannot be read, that belongs to another model or was built with other options, or
@@ -165,7 +164,7 @@ def load_backbone(pyramid: Pyramid, checkpoint: Checkpoint) -> dict[str, str]:
     if isinstance(pyramid, NativePyramid):
         state = adapt_to_size(trunk, state, checkpoint.preprocessing["input_size"][-2:])
     added = {key for key in trunk.state_dict() if pyramid.is_added(key)}
-    if not added.isdisjoint(state):
+    if not added.isdisjoint(state):  # the checkpoint has layer scales of its own, so it must fill all of them
         added = set()
     try:
         error = f"{checkpoint.where}: does not fit the backbone {name} as built"
@@ -178,8 +177,9 @@ def load_backbone(pyramid: Pyramid, checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _prepend(pattern: Any, start: str) -> Any:
-    """A matcher of timm's (a pattern, or dicts and sequences of them) for parameters whose names begin with `start`."""
+    """Restrict timm's matcher (a pattern, or dicts and sequences of them) to names that begin with `start`."""
     if isinstance(pattern, str):
+        # each of timm's alternatives is anchored by ^, which would never match behind the prefix
         alternatives = re.sub(r"(^|\|)\^", r"\1", pattern)
         return f"{start}(?:{alternatives})"
     if isinstance(pattern, dict):

@@ -1,7 +1,7 @@
-"""A block of Vittt in the other readings of the paper: what each switch of `Reading` changes in the default one.
+"""A block of Vittt in the alternative interpretations of the paper: each switch of `Reading` changes the default block.
 
-Every reading runs on every backend: a target v is the operator's v − k for v + k, and an output without q is the
-operator's minus q.
+Every interpretation runs on every backend. The operator's target is v − k, so v + k in place of v makes v the target.
+The operator adds q to its output, so q is subtracted again if the output has no residual.
 
 Shape suffixes: B batch, T tokens, D width, H heads, d head dimension, R directions (1 or 2).
 """
@@ -25,12 +25,12 @@ _OF_VALUES = ("positions", "w0_std", "token_scale_start", "eta_base")
 
 
 def choose_block(reading: Reading) -> Callable[..., VitttBlock]:
-    """What builds the blocks of a reading."""
+    """Return the constructor of the blocks in an interpretation."""
     return VitttBlock if reading == Reading() else functools.partial(ReadBlock, reading=reading)
 
 
 def name_conv1d(design: Design, reading: Reading) -> tuple[str, ...]:
-    """Which Conv1d a design has: `conv_k`, `conv_q`, both or none."""
+    """Return the names of a design's Conv1d layers: `conv_k`, `conv_q`, both or none."""
     if not (design_has(design, "conv1d") or (design_has(design, "gating") and reading.conv1d_arrival != "together")):
         return ()
     if reading.conv1d_count == 1:
@@ -41,18 +41,18 @@ def name_conv1d(design: Design, reading: Reading) -> tuple[str, ...]:
 
 
 class ReadMixer(TTTMixer):
-    """`TTTMixer` in another reading of the paper."""
+    """`TTTMixer` in an alternative interpretation of the paper."""
 
     def __init__(self, *sizes: int, reading: Reading, **options: Any):
-        self.reading = reading  # before the layers, which depend on it
+        self.reading = reading  # before super().__init__, which calls `build`
         super().__init__(*sizes, **options)
         self.eta_base = reading.eta_base
 
     def build(self, w0: W0Mode) -> None:
-        """Make the layers, in the order in which a seed draws them."""
+        """Build the layers; their order decides which random numbers of a seed each gets."""
         reading, dim, R = self.reading, self.dim, self.directions
         names = name_conv1d(self.design, reading)
-        # Eq. 11 and 12 gate what Conv1d gives, Algorithm 1 what the norm gives
+        # Eq. 11 and 12 compute the gate from the output of Conv1d, Algorithm 1 from the output of the norm
         self.gate_on_conv1d = reading.gate_input == "conv1d" and bool(names)
         own_gate = self.has_gate and (self.gate_on_conv1d or reading.gate_bias)
         self.split_sizes = [dim] * (self.has_gate and not own_gate) + [R * dim] * (2 + self.separate_q)
@@ -71,7 +71,7 @@ class ReadMixer(TTTMixer):
         self.out_proj = nn.Linear(dim, dim, bias=reading.out_bias)
 
     def reset_parameters(self) -> None:
-        """Draw this module's own parameters; convolutions keep PyTorch's default."""
+        """Initialise this module's own parameters; convolutions keep PyTorch's default."""
         super().reset_parameters(self.reading.w0_std)
 
     def _read(self, arguments: Arguments) -> Tensor:
@@ -82,7 +82,7 @@ class ReadMixer(TTTMixer):
         return self._learn(arguments) - arguments.q
 
     def _merge(self, z_BTRD: Tensor, gate: Tensor | None) -> Tensor:
-        """The sum of the directions (B, T, D), with norm and gate where the reading puts them."""
+        """Sum the directions to (B, T, D), with norm and gate at the places of the interpretation."""
         gate_first = gate is not None and self.reading.post_norm_place == "after_gate"
         if gate_first:
             z_BTRD = z_BTRD * gate.unsqueeze(2)
@@ -115,12 +115,12 @@ class ReadMixer(TTTMixer):
         return super()._arrange(x_BTD, q, k, v)
 
     def learning_rate(self, x_BTD: Tensor) -> Tensor:
-        """Inner rates eta_base · sigmoid(x_t · w_h + a_h) / d: (B, T, H), or (B, T, R, H) with one per direction."""
+        """Compute the inner rates eta_base · sigmoid(x_t · w_h + a_h) / d: (B, T, H), or (B, T, R, H) per direction."""
         rates = super().learning_rate(x_BTD)
         return rates.unflatten(-1, (-1, self.num_heads)) if self.reading.learning_rate == "per_direction" else rates
 
     def scale_per_token(self, chunk_size: int) -> Tensor:
-        """c (R, chunk_size), from 1/(j+1) or from 1, with a learned delta or without."""
+        """Compute c (R, chunk_size), starting from 1/(j+1) or 1, with or without a learned delta."""
         index = torch.arange(1, chunk_size + 1, device=self.b0.device, dtype=self.b0.dtype)
         start = 1 / index if self.reading.token_scale_start == "reciprocal" else torch.ones_like(index)
         start = start.expand(self.directions, -1)
@@ -128,7 +128,7 @@ class ReadMixer(TTTMixer):
 
 
 class ReadBlock(VitttBlock):
-    """`VitttBlock` in another reading of the paper."""
+    """`VitttBlock` in an alternative interpretation of the paper."""
 
     mixer_class = ReadMixer
 
@@ -139,13 +139,13 @@ class ReadBlock(VitttBlock):
         self.is_fusible = reading == Reading(**{name: getattr(reading, name) for name in _OF_VALUES})
 
     def forward_plainly(self, tokens: Tensor, grid: Grid) -> Tensor:
-        """As `VitttBlock.forward_plainly`."""
+        """Compute the block as `VitttBlock.forward_plainly` does."""
         tokens, x = self._normalise(tokens, grid)
         tokens = (tokens if self.reading.residual == "stream" else x) + self.drop_path(self.mixer(x))
         return tokens + self.drop_path(self.mlp(self.norm2(tokens)))
 
     def _normalise(self, tokens: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-        """The residual stream, and what the mixer is given; the convolution belongs to both, or to the latter alone."""
+        """Return the residual stream and the mixer's input; the convolution enters both, or the latter alone."""
         if self.dwconv is None:
             return tokens, self.norm1(tokens)
         if self.reading.dwconv_place == "after_norm":
@@ -154,7 +154,7 @@ class ReadBlock(VitttBlock):
         return (convolved if self.reading.dwconv_residual else tokens), self.norm1(convolved)
 
     def _convolve(self, tokens: Tensor, grid: Grid) -> Tensor:
-        """The convolution on the grid, with the tokens themselves added unless the reading leaves them out."""
+        """Convolve the tokens on the grid, with a residual unless the interpretation leaves it out."""
         positions = class_positions(self.pool, grid[0] * grid[1])
         out = self._convolve_patches(tokens, grid, positions)
         extra = tokens[:, list(positions)]
@@ -167,9 +167,9 @@ class ReadBlock(VitttBlock):
 
 
 def rotate_in_chunks(t: Tensor, chunk_size: int) -> Tensor:
-    """Rotary embedding of queries or keys (B, T, R, H, d) by each token's place in its chunk, in scan order.
+    """Apply RoPE to queries or keys (B, T, R, H, d) by each token's index in its chunk, in scan order.
 
-    Channels i and i + d/2 are turned by place · 10000^(−2i/d) radians.
+    Channels i and i + d/2 are turned by index · 10000^(−2i/d) radians.
     """
     T, R, d = t.shape[1], t.shape[2], t.shape[-1]
     precise = {"device": t.device, "dtype": torch.promote_types(t.dtype, torch.float32)}
@@ -183,14 +183,17 @@ def rotate_in_chunks(t: Tensor, chunk_size: int) -> Tensor:
 
 
 def count_class_rows(reading: Reading, num_class_tokens: int) -> int:
-    """Rows of positions beyond the patches': one for each class token; T + 1 rows where there is none."""
+    """Return how many rows the position embedding has besides those of the patches.
+
+    That is one row per class token. With `patches_and_class` there is also one if the model has no class token.
+    """
     if reading.positions == "none":
         return 0
     return max(num_class_tokens, int(reading.positions == "patches_and_class"))
 
 
 def change_param_terms(terms: dict[str, int], model: Any) -> dict[str, int]:
-    """The named counts of a Vittt's parameters in its reading, from those in the default one."""
+    """Adapt the named counts of a Vittt's parameters from the default interpretation to the model's."""
     reading, D, L, R = model.reading, model.embed_dim, model.depth, model.directions
     if reading == Reading():
         return terms
@@ -212,7 +215,7 @@ def change_param_terms(terms: dict[str, int], model: Any) -> dict[str, int]:
 
 
 def change_mac_terms(terms: dict[str, int], model: Any, tokens: int, class_tokens: int) -> dict[str, int]:
-    """The named counts of a Vittt's multiply-adds in its reading, from those in the default one."""
+    """Adapt the named counts of a Vittt's multiply-adds from the default interpretation to the model's."""
     reading, D, L = model.reading, model.embed_dim, model.depth
     if reading == Reading():
         return terms

@@ -1,7 +1,6 @@
-"""How the paper is read where it leaves a choice open or contradicts itself: one value for each choice, which is a
-switch of Vittt.
+"""Interpretations of the paper: one switch of Vittt for each choice that the paper leaves open or contradicts.
 
-docs/readings.md says of each choice what the paper says, why the default was taken and what would refute it.
+For each choice, docs/readings.md quotes the paper, gives the reason for the default and states what would refute it.
 """
 
 import dataclasses
@@ -11,16 +10,16 @@ from typing import Any, Literal, Self
 
 from ..core.errors import did_you_mean
 
-# the reading of a weights file of the design `gating` that names none: it was written before there were switches
+# the interpretation in a weights file of the design `gating` that states none: the file is older than the switches
 UNNAMED_READING = "conv1d_arrival=together"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reading:
-    """A reading of the paper; the defaults are ours.
+    """An interpretation of the paper; the defaults are this project's choice.
 
-    Written as text, it lists what differs from the defaults: `gate_activation=sigmoid,post_norm=none`. In that form it
-    is an option of the model, in params.yaml and on the command line as in Python: `timm.create_model(...,
+    Its text form lists the differences from the defaults: `gate_activation=sigmoid,post_norm=none`. The model's option
+    `reading` takes this form in params.yaml, on the command line and in Python: `timm.create_model(...,
     reading="post_norm=none")`.
 
     Raises:
@@ -30,8 +29,8 @@ class Reading:
     gate_activation: Literal["gelu", "sigmoid"] = "gelu"
     gate_input: Literal["x", "conv1d"] = "x"  # the normalised tokens, or the forward keys after their Conv1d
     gate_bias: bool = False
-    out_bias: bool = False  # of the output projection
-    # which Conv1d the design `gating` has
+    out_bias: bool = False  # bias of the output projection
+    # the Conv1d layers of the design `gating`
     conv1d_arrival: Literal["key_with_gate", "query_with_gate", "together"] = "key_with_gate"
     conv1d_kernel: Literal[4, 3] = 4  # tokens
     conv1d_bias: bool = True
@@ -39,20 +38,20 @@ class Reading:
     dwconv_place: Literal["before_norm", "after_norm"] = "before_norm"
     dwconv_residual: bool = True
     dwconv_bias: bool = False
-    # a class token passes unchanged, or is an image of one pixel
+    # a class token skips the 2-D convolution, or passes it as an image of one pixel
     dwconv_class_tokens: Literal["skip", "one_pixel"] = "skip"
     post_norm: Literal["merged", "per_direction", "none"] = "merged"
     post_norm_place: Literal["before_gate", "after_gate"] = "before_gate"
-    residual: Literal["stream", "normalised"] = "stream"  # what the mixer's output is added to
+    residual: Literal["stream", "normalised"] = "stream"  # the tokens that the mixer's output is added to
     learning_rate: Literal["shared", "per_direction"] = "shared"
     eta_base: float = 1.0
     inner_norm: Literal["per_direction", "shared"] = "per_direction"  # γ, μ and the start bias b0
     inner_target: Literal["v_minus_k", "v"] = "v_minus_k"
     inner_residual: bool = True  # whether q is added to the inner model's output
-    token_scale: Literal["per_direction", "shared", "fixed"] = "per_direction"  # who learns δ; `fixed` has none
+    token_scale: Literal["per_direction", "shared", "fixed"] = "per_direction"  # sharing of δ; `fixed` has none
     token_scale_start: Literal["reciprocal", "one"] = "reciprocal"  # c[j] at the start of training: 1/(j+1), or 1
     w0_std: float = 0.02
-    rotary: Literal["none", "chunk"] = "none"  # `chunk` turns q and k by the position of the token in its chunk
+    rotary: Literal["none", "chunk"] = "none"  # `chunk` applies RoPE to q and k by the index in the chunk
     positions: Literal["patches", "patches_and_class", "none"] = "patches"  # the rows of the position embedding
     swiglu_bias: bool = True
 
@@ -74,7 +73,7 @@ class Reading:
 
     @classmethod
     def of(cls, value: Self | str | Mapping[str, Any]) -> Self:
-        """A reading from its text, from a mapping of switches to values, or as it is.
+        """Convert text or a mapping of switches to values to a `Reading`; a `Reading` is returned unchanged.
 
         Raises:
             ValueError: an unknown switch, or a value that the switch does not have.
@@ -98,7 +97,7 @@ def _split(part: str) -> tuple[str, str]:
 
 
 def _read(text: str, hint: Any) -> Any:
-    """The value of a text; a text without a value is returned, and then refused by the class."""
+    """Parse a value; text that is no value of the switch is returned, and the class then refuses it."""
     if hint is float:
         try:
             return float(text)

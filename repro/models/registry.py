@@ -1,7 +1,7 @@
-"""Building a registered model by name, and facts about a model that results record.
+"""Registry of models: building by name, and the facts about a model that records need.
 
-Classifiers and backbones are registered with timm. A denoiser, which maps a noisy input, a timestep and a label to
-noise, would not be what timm's users expect of a model, so its name is listed here.
+Classifiers and backbones are registered with timm. Denoisers map a noisy input, a timestep and a label to noise, which
+timm's users do not expect of a model, so they are registered here.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,12 +23,12 @@ def register_denoisers(model_class: type[nn.Module], sizes: Mapping[str, Mapping
 
 
 def denoiser_names() -> list[str]:
-    """The names of all denoisers."""
+    """Return the names of all denoisers."""
     return list(_DENOISERS)
 
 
 def build_denoiser(name: str, **options: Any) -> nn.Module:
-    """A registered denoiser with options in place of its own; raises ValueError as `build_model`."""
+    """Build a registered denoiser, with options that override its own; raises ValueError as `build_model`."""
     if name not in _DENOISERS:
         hint = did_you_mean(name, _DENOISERS)
         raise ValueError(f"{name}: {'not a denoiser' if timm.is_model(name) else 'no such denoiser'}{hint}")
@@ -43,9 +43,9 @@ def require_known(name: str) -> None:
 
 
 def build_model(name: str, *, img_size: int | tuple[int, int] | None = None, **options: Any) -> nn.Module:
-    """`timm.create_model` for families of this project and timm, and denoisers; wrong arguments raise one-line errors.
+    """Build a model of this project or of timm, or a denoiser; wrong arguments raise one-line errors.
 
-    The model's attribute `built_from` keeps (name, options). Models that take images of any size do without `img_size`.
+    The model's attribute `built_from` keeps (name, options). `img_size` is ignored by models without this option.
 
     Raises:
         ValueError: an unknown name, or options that the model refuses.
@@ -67,13 +67,13 @@ def build_model(name: str, *, img_size: int | tuple[int, int] | None = None, **o
 
 
 def family_module(name: str) -> str:
-    """The dotted name of the module that defines a registered model: `repro.models.vittt`, or a module of timm."""
+    """Return the module that defines a registered model, such as `repro.models.vittt` or a module of timm."""
     return _DENOISERS[name].func.__module__ if name in _DENOISERS else timm.model_entrypoint(name).__module__
 
 
 def kernel_backend(model: nn.Module, dtype: torch.dtype) -> str:
-    """The implementation of the model's operators on its device for activations of `dtype`, as recorded.
+    """Return the backend of the model's operators on its device for activations of `dtype`, as records state it.
 
-    `torch` for a model without operators of this project.
+    A model without operators of this project returns `torch`.
     """
     return model.selected_backend(dtype) if hasattr(model, "selected_backend") else "torch"

@@ -16,6 +16,6 @@ official_state_dict = dict  # weights published for timm's class already have it
 
 @register_model
 def resnet_nano(pretrained: bool = False, **kwargs: Any) -> ResNet:
-    """A basic block per stage of 8, 16, 32, 64 channels, after a deep stem; stride 32, 0.08 M parameters, any size."""
+    """Build a ResNet with one basic block per stage (8, 16, 32, 64 channels) after a deep stem; 0.08 M parameters."""
     sizes = {"layers": (1, 1, 1, 1), "channels": (8, 16, 32, 64), "stem_type": "deep", "stem_width": 4}
     return build_model_with_cfg(ResNet, "resnet_nano", pretrained, block=BasicBlock, **sizes | kwargs)

@@ -1,9 +1,9 @@
-"""A ViT without class token around any mixer of tokens: what Study, T5, LaCT and ViT3 share.
+"""ViT without class token around any token mixer, the shell of Study, T5, LaCT and ViT3.
 
-Patches get positions in one of three ways, blocks are a mixer and an MLP after LayerNorms, and the head reads the mean
-of the tokens. A family brings its mixer: a module `mixer(x_BNC, grid)` with `param_terms()` and `mac_terms(grid)`, the
-named counts of one layer, and `init_weights()` if it has parameters besides linear layers and convolutions. The shell
-adds what is its own to these counts.
+There are three choices of position embedding. Blocks are a mixer and an MLP after LayerNorms, and the head reads the
+mean of the tokens. A family supplies the mixer: a module `mixer(x_BNC, grid)` with `param_terms()` and
+`mac_terms(grid)`, the named counts of one layer. It has `init_weights()` if it has parameters besides linear layers and
+convolutions. The shell adds its own counts.
 
 Shape suffixes: B batch, N tokens (h·w), C width.
 """
@@ -22,38 +22,38 @@ from .image_model import Grid, init_linear
 
 Positions = Literal["table", "block_table", "none"]
 EPS = 1e-6
-# for the embedded data sets: as many tokens, of a pixel each, as a scanned digit has pixels
+# for the embedded data sets: one token per pixel of a scanned digit
 NANO_PATCH4_32 = {"img_size": 32, "patch_size": 4, "embed_dim": 48, "depth": 2, "num_heads": 2, "position_std": 0.3}
 # for tests and the embedded data sets: 9x9 tokens
 NANO_PATCH16_144 = {"img_size": 144, "embed_dim": 64, "depth": 4, "num_heads": 2}
 
 
 class SoftmaxMixer(Attention):
-    """timm's softmax attention as a mixer, which needs no grid."""
+    """timm's softmax attention as a mixer; it ignores the grid."""
 
     def __init__(self, dim: int, num_heads: int):
         super().__init__(dim, num_heads, qkv_bias=True)
 
     def forward(self, x_BNC: Tensor, grid: Grid) -> Tensor:
-        """Normalised tokens (B, N, C) -> (B, N, C)."""
+        """Map normalised tokens (B, N, C) to (B, N, C)."""
         return super().forward(x_BNC)
 
     def param_terms(self) -> dict[str, int]:
-        """Named counts of parameters."""
+        """Return named counts of parameters."""
         C = self.proj.in_features
         return {"projections": 4 * C * C + 4 * C}
 
     def mac_terms(self, grid: Grid) -> dict[str, int]:
-        """Named counts of multiply-adds on an (h, w) grid."""
+        """Return named counts of multiply-adds on an (h, w) grid."""
         N, C = grid[0] * grid[1], self.proj.in_features
         return {"projections": N * 4 * C * C, "attention": 2 * N * N * C}
 
 
 class BlockTable(nn.Module):
-    """A learned vector for each position of the grid, and one for all of them, which are added to the tokens.
+    """Position embedding of one block: a learned vector per grid position, plus one shared vector.
 
-    Nobody has published what holds the 0.9 M parameters of ViT3's design study that DeiT-S without class token lacks. A
-    table of this size in every block is what fits its twelve printed counts.
+    ViT3's design study has 0.9 M parameters more than DeiT-S without class token, and their place is unpublished. A
+    table of this size in every block matches all twelve printed counts.
     """
 
     def __init__(self, dim: int, grid: Grid, std: float):
@@ -70,11 +70,11 @@ class BlockTable(nn.Module):
         self.table, self.grid = nn.Parameter(table, self.table.requires_grad), grid
 
     def init_weights(self) -> None:
-        """Draw the table: trunc_normal."""
+        """Initialise the table trunc_normal with std `std`."""
         nn.init.trunc_normal_(self.table, std=self.std)
 
     def forward(self, tokens: Tensor, grid: Grid) -> Tensor:
-        """Tokens (B, N, C) on an (h, w) grid -> the same shape; a grid other than the built one resamples the table."""
+        """Add the table, resampled if needed, and the shared vector to tokens (B, N, C) on an (h, w) grid."""
         return tokens + resample_positions(self.table, self.grid, grid) + self.shift
 
 
@@ -83,9 +83,10 @@ def _fit_table(module: BlockTable, state: dict[str, Tensor], prefix: str, *_: An
 
 
 class Block(nn.Module):
-    """Perhaps positions and a convolution of the tokens, then a mixer and an MLP, each after a LayerNorm.
+    """Optional position embedding and convolution (CPE), then a mixer and an MLP, each after a LayerNorm.
 
-    Each of the two has a residual, with a learned scale if `layer_scale`, and stochastic depth at the rate `drop_path`.
+    Mixer and MLP are residual branches, with a layer scale if `layer_scale`, and with stochastic depth of rate
+    `drop_path`.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Block(nn.Module):
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
     def forward(self, tokens: Tensor, grid: Grid) -> Tensor:
-        """(B, N, C) on an (h, w) grid, row-major -> (B, N, C)."""
+        """Map tokens (B, N, C), row-major on an (h, w) grid, to (B, N, C)."""
         if self.positions is not None:
             tokens = self.positions(tokens, grid)
         tokens = add_convolved(tokens, self.cpe, grid)
@@ -117,17 +118,21 @@ class Block(nn.Module):
 
 
 class ClassFreeViT(Backbone):
-    """A class-free ViT in timm's conventions, as a `PlainBackbone`.
+    """ViT without class token in timm's conventions, as a `PlainBackbone`.
 
     Args:
-        build_mixer: width C -> the mixer of a block, and the depth-wise convolution of the tokens before it (CPE) or
-            None. The family builds both, so that it decides which is drawn first.
-        positions: `table` is added to the patches, `block_table` in every block (see `BlockTable`), or `none`.
+        build_mixer: maps the width C to a block's mixer and its depth-wise convolution before it (CPE) or None. The
+            family builds both, and so decides which gets the first random numbers of a seed.
+        num_heads: heads, which must divide the width.
+        positions: `table` adds a table to the patches, `block_table` one in every block (see `BlockTable`), or `none`.
+        position_std: std of the initial position tables.
         mlp_ratio: hidden units of an MLP, as a multiple of the width.
-        layer_scale: whether each residual has a learned scale for each channel.
+        layer_scale: whether each residual branch has a learned scale per channel.
+        norm_eps: eps of the LayerNorms.
         kwargs: see `Backbone`; `pool` is always the mean.
 
-    Heads that do not divide the width are a ValueError.
+    Raises:
+        ValueError: heads that do not divide the width, or unknown positions.
     """
 
     def __init__(
@@ -166,10 +171,9 @@ class ClassFreeViT(Backbone):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Linear trunc_normal 0.02 with zero bias, positions trunc_normal `position_std`, convolutions by PyTorch's
-        default.
+        """Initialise Linear trunc_normal 0.02, biases 0, positions trunc_normal with std `position_std`.
 
-        Mixers draw what else they have.
+        Convolutions keep PyTorch's default. Mixers initialise their other parameters.
         """
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -180,7 +184,7 @@ class ClassFreeViT(Backbone):
             nn.init.trunc_normal_(self.pos_embed, std=self.position_std)
 
     def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
-        """Image (B, C, H, W) -> patch tokens with positions (B, N, C), and their (h, w) grid; raises as `patches`."""
+        """Return patch tokens with positions (B, N, C) of images (B, C, H, W), and the grid; raises as `patches`."""
         tokens, grid = self.patches(x)
         return tokens + resample_positions(
             self.pos_embed, self.grid_size, grid
@@ -193,11 +197,11 @@ class ClassFreeViT(Backbone):
                 module.resize(grid)
 
     def no_weight_decay(self) -> set[str]:
-        """The positions, as in DeiT."""
+        """Return the names of the position tables, as in DeiT."""
         return {name for name, _ in self.named_parameters() if name == "pos_embed" or name.endswith("positions.table")}
 
     def param_terms(self) -> dict[str, int]:
-        """Named counts of parameters that add up to the model's own."""
+        """Return named counts that add up to the model's parameters."""
         C = self.embed_dim
         L = self.depth
         N = self.grid_size[0] * self.grid_size[1]
@@ -215,7 +219,7 @@ class ClassFreeViT(Backbone):
         }
 
     def mac_terms(self, image_size: Grid) -> dict[str, int]:
-        """Named counts of multiply-adds for one image of (H, W) pixels."""
+        """Return named counts of multiply-adds for one image of (H, W) pixels."""
         C, L, block = self.embed_dim, self.depth, self.blocks[0]
         grid = self.grid_of(*image_size)
         N = grid[0] * grid[1]
@@ -229,18 +233,18 @@ class ClassFreeViT(Backbone):
 
 
 def require_choice(name: str, value: str, known: tuple[str, ...]) -> None:
-    """Raise a ValueError with a suggestion unless an option has a known value."""
+    """Raise a ValueError with a suggestion unless the option has a known value."""
     if value not in known:
         raise ValueError(f"{name} {value!r}: not known{did_you_mean(str(value), known)}")
 
 
 def build_cpe(dim: int) -> nn.Conv2d:
-    """A depth-wise 3x3 convolution that keeps the grid."""
+    """Build a depth-wise 3x3 convolution that keeps the grid."""
     return nn.Conv2d(dim, dim, 3, padding=1, groups=dim)
 
 
 def add_convolved(x_BNC: Tensor, convolve: nn.Conv2d | None, grid: Grid) -> Tensor:
-    """Tokens (B, N, C) plus their convolution on the (h, w) grid; the tokens themselves where there is none."""
+    """Add to tokens (B, N, C) their convolution on the (h, w) grid, if there is one."""
     if convolve is None:
         return x_BNC
     return x_BNC + convolve(x_BNC.transpose(1, 2).unflatten(2, grid)).flatten(2).transpose(1, 2)

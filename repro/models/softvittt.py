@@ -1,7 +1,7 @@
-"""Vittt with softmax attention in the place of its inner learner, and DeiT with Vittt's convolution: controls that say
-what the learner is worth.
+"""Vittt with softmax attention in place of its inner learner, and DeiT with Vittt's convolution: controls that measure
+the effect of the learner.
 
-They have no size of a paper, only nanos. `import repro.models` registers the models with timm.
+No paper has these models, so there are only nanos. `import repro.models` registers the models with timm.
 
 Shape suffixes: B batch, T tokens, D width, H heads, d head dimension (D = H·d).
 """
@@ -19,16 +19,18 @@ from .vittt import Vittt
 from .vittt_block import EPS, Pool
 
 _Kind = Literal["vittt", "deit"]
-_OF_LEARNER = ("design", "chunk_size", "w0", "reading", "step")  # Vittt's options without a meaning here
+_OF_LEARNER = ("design", "chunk_size", "w0", "reading", "step")  # Vittt's options that have no meaning here
 _LEARNER_TERMS = ("conv1d", "learning_rate", "inner_state", "inner_bias_and_norm", "token_scale", "inner_learner")
 
 
 class GatedAttention(nn.Module):
-    """Softmax attention between Vittt's projections, norm and gate. With g, q, k and v linear in the tokens, and σ GELU,
+    """Softmax attention between Vittt's projections, norm and gate.
+
+    With g, q, k and v linear in the tokens, and σ the tanh approximation of GELU,
 
         o = softmax(q kᵀ / √d) v in every head,    y = (σ(g) ⊙ LN(o)) W_o.
 
-    Without `gated` it is the attention of DeiT: y = o W_o + b_o, and q, k and v have biases, too.
+    If not `gated`, it is the attention of DeiT: y = o W_o + b_o, where q, k and v have biases, too.
     """
 
     def __init__(self, dim: int, num_heads: int, *, gated: bool):
@@ -41,12 +43,12 @@ class GatedAttention(nn.Module):
             init_linear(linear)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Normalised tokens (B, T, D) -> (B, T, D)."""
+        """Map normalised tokens (B, T, D) to (B, T, D)."""
         *gate, q, k, v = self.in_proj(x_BTD).chunk(3 + self.gated, dim=-1)
         q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k, v))  # (B, H, T, d)
         if self.fused_attn:
             o = F.scaled_dot_product_attention(q, k, v)
-        else:  # for the counter of multiply-adds, as in timm
+        else:  # explicit products, which the counter of multiply-adds can see; timm has the same switch
             o = (q * q.shape[-1] ** -0.5 @ k.mT).softmax(dim=-1) @ v
         y = self.post_norm(o.transpose(1, 2).flatten(2))
         return self.out_proj(F.gelu(gate[0], approximate="tanh") * y if gate else y)
@@ -55,18 +57,18 @@ class GatedAttention(nn.Module):
 class SoftVittt(Vittt):
     """Vittt with `GatedAttention` as the mixer of every block.
 
-    Convolution, norms, gate, output projection, SwiGLU, positions and pooling stay. With the inner learner go W0, its
-    rates and scales, the causal convolutions, the query as a summand of its output, and the second direction: every
-    token sees all others, whatever their order. So there are five D x D projections, gate, q, k, v and output, and not
-    six: Vittt has keys and values for each direction, and makes queries of the keys' projection by another convolution.
-    What is outside the mixer starts as in a Vittt of the same seed and sizes.
+    Convolution, norms, gate, output projection, SwiGLU, positions and pooling stay. The inner learner is removed with
+    everything that belongs to it: W0, learning rates and token scales, causal convolutions, the query added to the
+    output, and the second direction, because attention has no order. This leaves five D x D projections: gate, q, k, v
+    and output. Vittt has six: its keys and values are separate per direction, and its queries come from the keys'
+    projection by another convolution. Parameters outside the mixer start as in a Vittt of the same seed and sizes.
 
     Args:
-        block: `vittt`, or `deit`, a block of DeiT after the convolution: attention without gate and norm, biases in all
-            linear layers, an MLP of 4·D hidden units with GELU in the place of SwiGLU. With pool `head` the model is
-            timm's DeiT but for the convolution, which the class token skips, and for the start of that token, whose
-            deviation is 0.02 and not 1e-6.
-        pool: as Vittt's.
+        block: `vittt`, or `deit` for a block of DeiT after the convolution: attention without gate and norm, biases in
+            all linear layers, and an MLP of 4·D hidden units with GELU in place of SwiGLU. With pool `head` this model
+            differs from timm's DeiT only in the convolution, which the class token skips, and in the initial std of
+            the class token: 0.02, not 1e-6.
+        pool: class strategy, as in `Vittt`.
         kwargs: see `Backbone`; Vittt's options for its inner learner are refused.
 
     Raises:
@@ -90,16 +92,16 @@ class SoftVittt(Vittt):
 
     @property
     def directions(self) -> int:
-        """One: attention has no order."""
+        """Number of directions: 1, because attention has no order."""
         return 1
 
     @property
     def num_projections(self) -> int:
-        """D x D projections of a mixer: q, k, v and the output, and the gate where there is one."""
+        """Number of D x D projections of a mixer: q, k, v and output, and the gate if there is one."""
         return 4 + self.gated
 
     def param_terms(self) -> dict[str, int]:
-        """Named counts of parameters that add up to the model's own."""
+        """Return named counts that add up to the model's parameters."""
         D, L = self.embed_dim, self.depth
         terms = {name: count for name, count in super().param_terms().items() if name not in _LEARNER_TERMS}
         if not self.gated:
@@ -107,7 +109,7 @@ class SoftVittt(Vittt):
         return terms
 
     def mac_terms(self, image_size: Grid) -> dict[str, int]:
-        """Named counts of multiply-adds for one image of (H, W) pixels.
+        """Return named counts of multiply-adds for one image of (H, W) pixels.
 
         Per token and layer: n·D² for the n projections, 2·T·D for the attention to T tokens, 9·D for the convolution,
         3·D·hidden for SwiGLU or 8·D² for DeiT's MLP.
@@ -124,7 +126,7 @@ register_sizes(
     SoftVittt,
     {
         "softvittt_nano_patch16_144": {"img_size": 144, "embed_dim": 64, "depth": 4, "num_heads": 1},
-        # as many parameters as Vittt with D 64 has there, to 4.5 %
+        # width chosen to match the parameters of Vittt with D 64, within 4.5 %
         "softvittt_nano_patch4_32": {"img_size": 32, "patch_size": 4, "embed_dim": 72, "depth": 4, "num_heads": 1},
     },
 )

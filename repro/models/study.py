@@ -1,7 +1,7 @@
 """The design study of ViT3: a DeiT without class token whose attention is replaced by an inner learner of any kind.
 
-Small is DeiT-S, on which the study was made, and nano a model for the embedded data sets. Options choose the inner
-learner, see `repro.models.inner.InnerLoop`; softmax attention in the same shell is one of the mixers. `import
+The size small is DeiT-S, the model of the study; the nanos are for the embedded data sets. Options choose the inner
+learner, see `repro.models.inner.InnerLoop`. The mixer may also be softmax attention in the same shell. `import
 repro.models` registers the models with timm.
 """
 
@@ -19,16 +19,17 @@ _OPTIONS = ("model", "width", "depth", "loss", "lr", "rate", "epochs", "batches"
 
 
 class Study(ClassFreeViT):
-    """The models of the design study.
+    """ViT of the design study.
 
     Args:
         num_heads: heads h.
         mixer: `inner` for an inner learner, or `softmax`.
-        positions: `table` is added to the patches, `block_table` in every block, or `none`; see `ClassFreeViT`.
-        inner_start: `random`, or `identity` for the last inner weight.
-        kwargs: `inner_model` and the like for the `_OPTIONS` of `InnerLoop`; else see `ClassFreeViT`.
+        positions: see `ClassFreeViT`.
+        inner_start: `random`, or `identity` to start the last inner weight from I.
+        kwargs: options of `InnerLoop` with the prefix `inner_`, such as `inner_model`; for the rest see `ClassFreeViT`.
 
-    A choice that is not known, or one of the inner learner without effect, is a ValueError.
+    Raises:
+        ValueError: an unknown choice, or an option of the inner learner without effect.
     """
 
     def __init__(

@@ -1,10 +1,9 @@
 """T5, a pretrained ViT whose softmax attention is replaced by an inner learner, and the models that its paper compares.
 
-The shell is a DeiT without class token: its projections, MLPs, norms and positions come from a softmax model
-(`repro.models.linearize` moves them), and the inner weights and convolutions are new. One class has the paper's
-switches: softmax itself, two linear attentions, four inner learners, norms of the keys, convolutions, and neighbourhood
-attention as well. `import repro.models` registers the models with timm; `t5_softmax_*` are the softmax models of the
-same sizes.
+The shell is a DeiT without class token. Its projections, MLPs, norms and positions come from a softmax model
+(`repro.models.linearize` copies them); the inner weights and convolutions are new. One class has all switches of the
+paper: softmax, two linear attentions, four inner learners, key norms, convolutions, and neighbourhood attention.
+`import repro.models` registers the models with timm; `t5_softmax_*` are the softmax models of the same sizes.
 """
 
 from collections.abc import Mapping
@@ -22,17 +21,18 @@ CHOICES = {"inner": get_args(_Inner), "key_norm": KEY_NORMS, "dwc": get_args(_Co
 
 
 class T5(ClassFreeViT):
-    """A class-free ViT with the mixer of the paper's choice.
+    """ViT without class token, with any mixer of the paper.
 
     Args:
         num_heads: heads h.
         inner: `softmax`, `linear`, `projqk`, `gate`, `2layer`, `3layer` or `swiglu`; see `InnerMixer`.
         key_norm: `none`, `instance`, `no_std`, `no_mean`, `layer` or `rms`; see `KeyNorm`.
-        dwc: a depth-wise 3x3 convolution with a residual: of `qk`, of `v`, of the block's input (`cpe`), or `none`.
+        dwc: input of a residual depth-wise 3x3 convolution: `qk`, `v`, the block's input (`cpe`), or `none`.
         neighbours: side of the window of neighbourhood attention that makes up half of a mixer's output; 0 for none.
         kwargs: see `ClassFreeViT`.
 
-    A choice that is not known, or one without effect, is a ValueError.
+    Raises:
+        ValueError: an unknown choice, or one without effect.
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class T5(ClassFreeViT):
         self.inner, self.dwc = inner, dwc
 
     def new_parameters(self) -> set[str]:
-        """The names of the parameters that a softmax model of the same shell does not have."""
+        """Return the names of the parameters that a softmax model of the same shell does not have."""
         mixers = {name: module for name, module in self.named_modules() if isinstance(module, InnerMixer)}
         new = {f"{name}.{own}" for name, mixer in mixers.items() for own in mixer.new_parameters()}
         return new | {name for name, _ in self.named_parameters() if ".cpe." in name}
 
 
 def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The official release's state dict under our names; ours lack the first axis, one image, of inner weights."""
+    """Rename an official state dict, and drop the leading axis of size 1 of its inner weights."""
     renamed = rename_prefixes(state_dict, {"patch_embed.proj.": "patch_embed."})
     renamed = rename_keys(renamed, lambda key: key.replace(".q_conv2d.", ".dwc_q.").replace(".k_conv2d.", ".dwc_k."))
     return {
@@ -81,15 +81,15 @@ def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-# the arguments of each size, of the students and of the softmax models
+# arguments of each size, for both the students and the softmax models
 SHELLS: dict[str, dict[str, Any]] = {
     "tiny_patch16_224": {"embed_dim": 192, "num_heads": 3},
     "small_patch16_224": {"embed_dim": 384, "num_heads": 6},
-    "base_patch16_224": {"embed_dim": 512, "depth": 24, "num_heads": 8},  # the release's; ViT-B is the next
+    "base_patch16_224": {"embed_dim": 512, "depth": 24, "num_heads": 8},  # the release's base; the next entry is ViT-B
     "vit_base_patch16_224": {"embed_dim": 768, "num_heads": 12},
     "vit_large_patch16_224": {"embed_dim": 1024, "depth": 24, "num_heads": 16},
     "nano_patch4_32": NANO_PATCH4_32,
-    # long keys and many blocks, in which errors of a mixer add up
+    # a wide head and many blocks, in which the errors of a mixer add up
     "deep_patch4_32": {
         "img_size": 32,
         "patch_size": 4,

@@ -1,6 +1,6 @@
-"""The TTT mixer, which follows the convolution and the first LayerNorm of a Vittt block (Algorithm 1, Eq. 11 and 12).
+"""TTT mixer of a Vittt block, after the convolution and the first LayerNorm (Algorithm 1, Eq. 11 and 12).
 
-This is the default reading of the paper; `repro.models.read_block` has the others.
+This is the default interpretation of the paper; `repro.models.read_block` has the alternatives.
 
 Shape suffixes: B batch, T tokens, D width, H heads, d head dimension (D = H·d), R directions (1 or 2), C chunk length.
 """
@@ -21,14 +21,14 @@ from .as_built import are_as_built, built_conv
 from .backbone import call_scans, convolve_scans, pad_for_scans
 from .image_model import init_linear
 
-# Table 3, in the paper's order: every design has all parts of the previous ones, except W_q, which share_qk removes
+# Table 3, in the paper's order: each design has all parts of the designs before it, except W_q, which share_qk removes
 Design = Literal["ttt_layer", "share_qk", "gating", "conv1d", "dual", "conv2d"]
 W0Mode = Literal["per_direction", "shared", "frozen"]
-# what paper 004 changes in the inner learner: `ascent` learns up the loss, `q_is_k` reads out keys, `plain` leaves the
-# LayerNorm and the bias out, and `dot` takes the dot product for its loss, too
+# changes of the inner learner from the paper on KV binding: `ascent` steps up the loss, `q_is_k` reads with the keys,
+# `plain` removes LayerNorm and bias, and `dot` also makes the dot product the loss
 Step = Literal["own", "ascent", "q_is_k", "plain", "dot"]
 STEPS: tuple[Step, ...] = get_args(Step)
-REDUCIBLE = ("plain", "dot")  # to linear attention, by a parallel form
+REDUCIBLE = ("plain", "dot")  # steps that reduce to linear attention, with a parallel form
 _NORM = (
     "backend parallel: the LayerNorm of the inner learner stands between a step and the state; use step plain or dot"
 )
@@ -37,23 +37,23 @@ W0_MODES: tuple[W0Mode, ...] = get_args(W0Mode)
 
 
 def design_has(design: Design, part: Design) -> bool:
-    """Whether a design of the paper's route (Table 3) has the part that the design `part` introduces."""
+    """Return whether a design of the paper's route (Table 3) has the part that the design `part` introduces."""
     return DESIGNS.index(design) >= DESIGNS.index(part)
 
 
 def conv1d_names(design: Design) -> tuple[str, ...]:
-    """Which Conv1d a design has: `conv_k`, `conv_q`, both or none."""
+    """Return the names of a design's Conv1d layers: `conv_k`, `conv_q`, both or none."""
     if design_has(design, "conv1d"):
         return "conv_k", "conv_q"
     return ("conv_k",) if design_has(design, "gating") else ()
 
 
 def ttt_linear_macs(tokens: int, heads: int, head_dim: int, chunk_size: int, step: Step = "own") -> int:
-    """Multiply-adds of the inner learner in one direction, of the recurrent form.
+    """Count the multiply-adds of the inner learner in one direction, in the recurrent form.
 
     Per head and token, K·W, Q·W and the update of the state have d² each; Q·Kᵀ and A·G have n·d each in a chunk of n
-    tokens. The last chunk may be shorter. `chunk_size` 0 takes all tokens as one chunk. A reducible step does not move
-    on the state of the last chunk, and with the dot product forms no prediction.
+    tokens. The last chunk may be shorter. `chunk_size` 0 takes all tokens as one chunk. A reducible step does not
+    update the state after the last chunk, and `dot` computes no prediction K·W.
     """
     b = chunk_size or tokens
     saved = ((tokens - 1) % b + 1) * (step in REDUCIBLE) + tokens * (step == "dot")
@@ -62,12 +62,15 @@ def ttt_linear_macs(tokens: int, heads: int, head_dim: int, chunk_size: int, ste
 
 
 def rate_of(arguments: Arguments, r: int) -> Tensor:
-    """The inner learning rates (B, T, H) of a direction, of a mixer whose directions may have their own: (B, T, R, H)."""
+    """Return the inner rates (B, T, H) of direction `r`, from shared (B, T, H) or separate (B, T, R, H) ones."""
     return arguments.lr if arguments.lr.ndim == 3 else arguments.lr[:, :, r]
 
 
 def replay_inner_learning(arguments: Arguments) -> InnerLearning:
-    """Gradients (B,T,R,H,d), losses (B,T,R,H) of the inner learners at their chunks' start states, by the reference."""
+    """Compute the inner gradients (B,T,R,H,d) and losses (B,T,R,H) by the reference implementation.
+
+    Both are taken at the state at the start of each token's chunk.
+    """
     found = []
     for r, reverse in enumerate(arguments.reverse):
         q, k, v = (x[:, :, r] for x in arguments[:3])
@@ -77,15 +80,20 @@ def replay_inner_learning(arguments: Arguments) -> InnerLearning:
 
 
 class TTTMixer(nn.Module):
-    """Learns a linear model along tokens, then reads it: Linear -> Conv1d -> TTT-Linear -> norm -> gate -> Linear.
+    """Token mixer by test-time training: Linear -> Conv1d -> TTT-Linear -> norm -> gate -> Linear.
 
     Args:
         num_heads: heads H; D must be a multiple of it.
-        num_tokens: number of tokens that the model is built for: the length of the learned token scale if `chunk_size`
-            is 0.
+        num_tokens: number of tokens that the model is built for. It is the length of the learned token scale if
+            `chunk_size` is 0.
         design: which design of the paper's route, Table 3.
         chunk_size: tokens per inner gradient step (the paper's mini-batch b); 0 takes the whole sequence as one chunk.
         w0: initial state: one per direction, one shared by both, or random and frozen (Fig. 7b: W0^2, W0^1, W0^0).
+        eps: eps of the LayerNorms, the inner one included.
+        step: the inner learner; see `STEPS`.
+
+    Raises:
+        ValueError: a width that is not a multiple of the heads.
     """
 
     eta_base = 1.0  # the largest inner learning rate, times d
@@ -114,7 +122,8 @@ class TTTMixer(nn.Module):
         self.has_gate = design_has(design, "gating")
         self.build(w0)
         self.reset_parameters()
-        # what nothing reads is neither learned nor saved
+        # unused parameters must be neither trained nor saved; they were drawn first, so that a seed gives all steps the
+        # same initial values
         if step == "q_is_k" and self.convs.pop("conv_q", None):
             del self.conv_q
         if step in REDUCIBLE:
@@ -124,10 +133,10 @@ class TTTMixer(nn.Module):
                 self.register_buffer(name, unused, persistent=False)
 
     def build(self, w0: W0Mode) -> None:
-        """Make the layers, in the order in which a seed draws them."""
+        """Build the layers; their order decides which random numbers of a seed each gets."""
         dim, R = self.dim, self.directions
-        # one matrix for all projections of x, in the order in which `_project` splits them: gate, q, k (or kq), v, each
-        # but the gate for all directions
+        # one matrix for all projections of x, in the order in which `_project` splits it: gate, q, k (or kq), v; all
+        # but the gate have one part per direction
         self.split_sizes = [dim] * self.has_gate + [R * dim] * (2 + self.separate_q)
         self.in_proj = nn.Linear(dim, sum(self.split_sizes), bias=False)
         self.lr_proj = nn.Linear(dim, self.num_heads)
@@ -139,14 +148,14 @@ class TTTMixer(nn.Module):
         self.out_proj = nn.Linear(dim, dim, bias=False)
 
     def build_convs(self, names: tuple[str, ...], kernel: int = 4, *, bias: bool = True) -> None:
-        """Make the causal Conv1d; weights are in scan order, first those of the forward scan."""
+        """Build the causal Conv1d layers; weights are in scan order, the forward scan's first."""
         channels, self.conv1d_kernel = self.directions * self.dim, kernel
         self.convs = dict.fromkeys(names, built_conv(nn.Conv1d, kernel, 0, bias=bias))
         for name in names:
             self.add_module(name, nn.Conv1d(channels, channels, kernel, groups=channels, bias=bias))
 
     def build_start(self, w0: W0Mode, norms: int) -> None:
-        """Make the start of the inner learners: W0, and b0 and the LayerNorm for each direction, or `norms` of them."""
+        """Build the initial state of the inner learners: W0, and `norms` sets of b0, γ and μ."""
         R, H, d = self.directions, self.num_heads, self.head_dim
         state = torch.empty(1 if w0 == "shared" else R, H, d, d)
         if w0 == "frozen":
@@ -158,7 +167,7 @@ class TTTMixer(nn.Module):
         self.ln_bias = nn.Parameter(torch.zeros(norms, H, d))
 
     def reset_parameters(self, w0_std: float = 0.02) -> None:
-        """Draw this module's own parameters; convolutions keep PyTorch's default."""
+        """Initialise this module's own parameters; convolutions keep PyTorch's default."""
         for name in ("in_proj", "out_proj", "gate_proj"):
             if (linear := getattr(self, name, None)) is not None:
                 init_linear(linear)
@@ -167,18 +176,18 @@ class TTTMixer(nn.Module):
         nn.init.normal_(self.W0, std=w0_std)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Normalised tokens (B, T, D), T >= 1 -> (B, T, D) in their dtype (under autocast in that of the mode)."""
+        """Map normalised tokens (B, T, D), T >= 1, to (B, T, D), in their dtype or autocast's."""
         gate, arguments = self._project(x_BTD)
         return self.out_proj(self._merge(self._read(arguments).flatten(3), gate))
 
     def _read(self, arguments: Arguments) -> Tensor:
-        """The outputs of the inner learners plus the queries, (B, T, R, H, d)."""
+        """Return the outputs of the inner learners plus the queries, (B, T, R, H, d)."""
         if self.step in REDUCIBLE:
             return self._learn_plainly(arguments) + arguments.q
         return self._learn(arguments)
 
     def _learn(self, arguments: Arguments) -> Tensor:
-        """What TTT-Linear returns, to which it adds the queries, (B, T, R, H, d)."""
+        """Run TTT-Linear, which adds the queries itself: (B, T, R, H, d)."""
         self._refuse_parallel()
         options = {"chunk_size": arguments.chunk_size, "eps": self.eps, "backend": self.backend}
         if self.directions == 2 and arguments.lr.ndim == 3:
@@ -188,10 +197,10 @@ class TTTMixer(nn.Module):
         return torch.stack(outs, 2)
 
     def _learn_plainly(self, arguments: Arguments) -> Tensor:
-        """The outputs of inner learners without LayerNorm and bias, (B, T, R, H, d); `_read` adds the queries.
+        """Run the inner learners without LayerNorm and bias, (B, T, R, H, d); `_read` adds the queries.
 
-        With c[j] the scale of the token at place j of its chunk, η its rate, and sums over the tokens s <= t of that
-        chunk, which starts at the state W and at b, and whose last token has the state that the next one starts from:
+        c[j] is the scale of the j-th token of a chunk and η a token's learning rate. Sums go over the tokens s <= t of
+        the chunk. A chunk starts from W and b, and its last state is the start of the next chunk:
 
             own    ℓ_s = ½‖LN(k_s W + b) − (v_s − k_s)‖²   G_s = ∂ℓ_s/∂(k_s W + b)   f_t = q_t + LN(q_t W_t + b_t)
             plain  ℓ_s = ½‖k_s W − (v_s − k_s)‖²           G_s = k_s W − (v_s − k_s)  f_t = q_t + q_t W_t
@@ -199,7 +208,7 @@ class TTTMixer(nn.Module):
 
             W_t = W − c[j] Σ_s η_s k_sᵀ G_s                b_t = b − c[j] Σ_s η_s G_s
 
-        `plain` and `dot` have no b, and no scale and shift of LN. All else stays, and so does what a seed draws.
+        `plain` and `dot` have no b and no LN. All else is equal, also the initial values that a seed gives.
         """
         o = arguments
         target = o.v.to(torch.promote_types(o.v.dtype, torch.float32)) - o.k
@@ -223,12 +232,12 @@ class TTTMixer(nn.Module):
         return torch.stack(scans, 2)
 
     def _merge(self, z_BTRD: Tensor, gate: Tensor | None) -> Tensor:
-        """The sum of the directions (B, T, D), normed and then gated."""
+        """Sum the directions to (B, T, D), normalise, and multiply by the gate."""
         z = self.post_norm(z_BTRD.sum(2))
         return z if gate is None else gate * z
 
     def _project(self, x_BTD: Tensor) -> tuple[Tensor | None, Arguments]:
-        """The gate (B, T, D) or None, and what the inner learners are given."""
+        """Return the gate (B, T, D) or None, and the arguments of the inner learners."""
         parts = list(self.in_proj(x_BTD).split(self.split_sizes, dim=-1))
         v, k = parts.pop(), parts.pop()
         q = parts.pop() if self.separate_q else k
@@ -236,7 +245,7 @@ class TTTMixer(nn.Module):
         return self._find_gate(parts, x_BTD, q, k), self._arrange(x_BTD, q, k, v)
 
     def _convolve(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys (B, T, R·D) after their causal Conv1d; one of them alone where there is one Conv1d."""
+        """Apply the causal Conv1d layers that exist to queries and keys (B, T, R·D)."""
         if not self.convs:
             return q, k
         parts, count = k.chunk(self.directions, dim=-1), self.conv1d_kernel - 1
@@ -252,11 +261,11 @@ class TTTMixer(nn.Module):
         return found.get("conv_q", q), found.get("conv_k", k)
 
     def _find_gate(self, parts: list[Tensor], x_BTD: Tensor, q: Tensor, k: Tensor) -> Tensor | None:
-        """The gate (B, T, D) from what is left of the projections of x."""
+        """Return the gate (B, T, D) from the remaining projection of x, or None."""
         return F.gelu(parts[0], approximate="tanh") if parts else None
 
     def _arrange(self, x_BTD: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Arguments:
-        """What the inner learners are given, of q, k and v in all directions, (B, T, R·D) or (B, T, R, H, d)."""
+        """Collect the inner learners' arguments from q, k and v, (B, T, R·D) or (B, T, R, H, d)."""
         (B, T, _), (R, H, d) = x_BTD.shape, (self.directions, self.num_heads, self.head_dim)
         q, k, v = (t.view(B, T, R, H, d) for t in (q, k, v))
         if self.step == "q_is_k":
@@ -267,9 +276,12 @@ class TTTMixer(nn.Module):
         return Arguments(q, k, v, self.learning_rate(x_BTD), *state, chunk_size, (False, True)[:R], self.eps)
 
     def selected_backend(self, dtype: torch.dtype) -> str:
-        """The implementation of TTT-Linear that runs here for q of `dtype`, at the built number of tokens.
+        """Return the backend of TTT-Linear that runs here for q of `dtype`, at the built number of tokens.
 
-        For `plain` and `dot` it is `recurrent` or `parallel`, which `auto` takes on a GPU.
+        For the steps `plain` and `dot` it is `recurrent` or `parallel`; `auto` means parallel on a GPU.
+
+        Raises:
+            ValueError: `parallel` for another step, or a backend that does not run here.
         """
         if self.step in REDUCIBLE:
             on_gpu = self.b0.is_cuda
@@ -284,17 +296,17 @@ class TTTMixer(nn.Module):
             raise ValueError(_NORM)
 
     def learning_rate(self, x_BTD: Tensor) -> Tensor:
-        """Inner learning rates (B, T, H), sigmoid(x_t · w_h + a_h) / d; they are below 0 for steps up the loss."""
+        """Compute the inner learning rates (B, T, H), sigmoid(x_t · w_h + a_h) / d; the step `ascent` negates them."""
         rates = torch.sigmoid(self.lr_proj(x_BTD)) * (self.eta_base / self.head_dim)
         return -rates if self.step == "ascent" else rates
 
     def scale_per_token(self, chunk_size: int) -> Tensor:
-        """c (R, chunk_size): max(0, 1/(j+1) + delta_j), with delta_j = 0 beyond the learned length."""
+        """Compute c (R, chunk_size): max(0, 1/(j+1) + delta_j), with delta_j = 0 beyond the learned length."""
         index = torch.arange(1, chunk_size + 1, device=self.b0.device, dtype=self.b0.dtype)
         return self._add_delta((1 / index).expand(self.directions, -1))
 
     def _add_delta(self, start: Tensor) -> Tensor:
-        """max(0, start + delta), both (R, chunk_size)."""
+        """Compute max(0, start + delta), both (R, chunk_size)."""
         delta, chunk_size = self.token_scale, start.shape[1]
         if delta.shape[1] != chunk_size:
             delta = F.pad(delta[:, :chunk_size], (0, max(0, chunk_size - delta.shape[1])))

@@ -1,8 +1,8 @@
 """Vision Mamba (Vim): bidirectional selective scans, with a class token in the middle of the sequence; Vim-T/S/B and a
 nano.
 
-`import repro.models` registers the models with timm. The modules of a block have the names of the official release,
-whose state dicts therefore differ from ours only in the three prefixes that `official_state_dict` renames.
+`import repro.models` registers the models with timm. The modules of a block have the names of the official release, so
+its state dicts differ from ours only in the three prefixes that `official_state_dict` renames.
 
 Shape suffixes: B images, T tokens, D width, E = 2·D channels of the scan, N states, R rank of the step size's
 projection.
@@ -36,15 +36,15 @@ STATE_DIM = 16
 CONV_KERNEL = 4
 EXPAND = 2
 EPS = 1e-5
-PAPER_SCAN_MACS = 18  # of the scan per token, channel and state, for both directions, in Eq. 13 of the paper Vision-TTT
+PAPER_SCAN_MACS = 18  # multiply-adds per token, channel and state of both directions, in Eq. 13 of Vision-TTT
 _CONVS = dict.fromkeys(("conv1d", "conv1d_b"), built_conv(nn.Conv1d, CONV_KERNEL, 0, bias=True))
 _PROJECTIONS = dict.fromkeys(("x_proj", "x_proj_b"), Built((nn.Linear,), False))
 _PROJECTIONS |= dict.fromkeys(("dt_proj", "dt_proj_b"), Built((nn.Linear,), True))
-STEP_SIZES = 1e-3, 0.1  # between which the initial Δ of the forward direction is log-uniform
+STEP_SIZES = 1e-3, 0.1  # range of the log-uniform initial Δ of the forward direction
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """x in fp32 if its dtype is lower: the precision of the residual stream and the norms."""
+    """Cast x to fp32 if its precision is lower; the residual stream and the norms need it."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -59,12 +59,10 @@ class RMSNorm(nn.RMSNorm):
 
 
 class VimMixer(nn.Module):
-    """Linear -> causal Conv1d and SiLU -> gated selective scan, in both directions -> mean of both -> Linear.
+    """Bidirectional Mamba mixer: Linear, causal Conv1d and SiLU, gated selective scans, mean of both, Linear.
 
-    Both directions share the projections of the input, the gate and the output. Parameters with `_b` in their name
-    belong to the backward direction.
-
-    `depth`, the number of blocks, scales the initial output projection by its inverse square root.
+    The directions share the projections of input, gate and output. Parameters with `_b` in their name belong to the
+    backward direction. The initial output projection is divided by √depth, where `depth` is the number of blocks.
     """
 
     def __init__(self, dim: int, depth: int):
@@ -89,12 +87,12 @@ class VimMixer(nn.Module):
     def reset_parameters(self, depth: int) -> None:
         """Initialise rates, step sizes, skips and the output projection; the rest keeps PyTorch's defaults.
 
-        The step size of the backward direction starts at softplus(0) = 0.69, as in the official release: its general
-        rule zeroes that bias, while it exempts the bias of the forward direction.
+        The step size of the backward direction starts at softplus(0) = 0.69, as in the official release. There the
+        general rule zeroes this bias, and only the bias of the forward direction is exempt.
         """
         low, high = (math.log(size) for size in STEP_SIZES)
         size = torch.empty_like(self.dt_proj.bias).uniform_(low, high).exp_().clamp_(min=1e-4)
-        self.dt_proj.bias.copy_(size + torch.log(-torch.expm1(-size)))  # softplus of it is the size
+        self.dt_proj.bias.copy_(size + torch.log(-torch.expm1(-size)))  # softplus⁻¹(size)
         nn.init.uniform_(self.dt_proj.weight, -(self.rank**-0.5), self.rank**-0.5)
         nn.init.zeros_(self.dt_proj_b.bias)
         for rates in (self.A_log, self.A_b_log):
@@ -105,7 +103,7 @@ class VimMixer(nn.Module):
         self.out_proj.weight.div_(math.sqrt(depth))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Normalised tokens (B, T, D), T >= 1 -> (B, T, D) in their dtype (under autocast in that of the mode)."""
+        """Map normalised tokens (B, T, D), T >= 1, to (B, T, D), in their dtype or autocast's."""
         B, T, _ = x_BTD.shape
         x_BTE, z_BTE = self.in_proj(x_BTD).chunk(2, dim=-1)
         u = F.silu(self._convolve(x_BTE)).view(B, T, 2, self.inner)
@@ -118,7 +116,7 @@ class VimMixer(nn.Module):
         return self.out_proj(y.mean(2))
 
     def _convolve(self, x_BTE: Tensor) -> Tensor:
-        """(B, T, E) -> (B, T, 2·E), of both directions."""
+        """Convolve for both directions: (B, T, E) -> (B, T, 2·E)."""
         if not are_as_built(self, _CONVS):
             return call_scans((self.conv1d, self.conv1d_b), (x_BTE, x_BTE), CONV_KERNEL - 1)
         padded = pad_for_scans((x_BTE, x_BTE), CONV_KERNEL - 1)
@@ -126,11 +124,10 @@ class VimMixer(nn.Module):
         return convolve_scans(padded, weights, bias)
 
     def _project(self, u: Tensor) -> tuple[Tensor, ...]:
-        """(B, T, 2, E) -> step sizes (B, T, 2, E), B and C (B, T, 2, N), and what is added to the step sizes (2, E)."""
+        """Project (B, T, 2, E) to step sizes (B, T, 2, E), B and C (B, T, 2, N), and the step sizes' bias (2, E)."""
         B, T, _, E = u.shape
         N, R = STATE_DIM, self.rank
-        # both directions in one batched product, direction first: its parts are views that the scan takes without a
-        # copy
+        # one batched product for both directions, direction first; the scan takes views of the result without a copy
         rows = u.view(B * T, 2, E).transpose(0, 1)
         parts = torch.bmm(rows, torch.stack((self.x_proj.weight, self.x_proj_b.weight)).mT)
         low, B_rows, C_rows = parts.split((R, N, N), dim=-1)
@@ -139,7 +136,7 @@ class VimMixer(nn.Module):
         return delta, B_BTRN, C_BTRN, torch.stack((self.dt_proj.bias, self.dt_proj_b.bias))
 
     def _call_projections(self, u: Tensor) -> tuple[Tensor, ...]:
-        """As `_project`, by calling the layers, which add their biases themselves."""
+        """Compute `_project` by calling the layers; they add their biases, so the returned bias is 0."""
         parts = [layer(x) for layer, x in zip((self.x_proj, self.x_proj_b), u.unbind(2), strict=True)]
         low, *states = zip(*(part.split((self.rank, STATE_DIM, STATE_DIM), dim=-1) for part in parts), strict=True)
         delta = [layer(x) for layer, x in zip((self.dt_proj, self.dt_proj_b), low, strict=True)]
@@ -147,7 +144,7 @@ class VimMixer(nn.Module):
         return *found, found[0].new_zeros(2, self.inner)
 
     def selected_backend(self, dtype: torch.dtype) -> str:
-        """The implementation of the selective scan that runs here for activations of `dtype`."""
+        """Return the backend of the selective scan that runs here for activations of `dtype`."""
         return selected_backend(self.backend, self.A_log.device, state_dim=STATE_DIM, dtype=dtype)
 
 
@@ -161,18 +158,17 @@ class VimBlock(nn.Module):
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
     def forward(self, tokens: Tensor, grid: Grid) -> Tensor:
-        """(B, T, D) -> (B, T, D); the scan ignores the grid."""
+        """Map tokens (B, T, D) to (B, T, D); the scan ignores the grid."""
         return tokens + self.drop_path(self.mixer(self.norm(tokens)))
 
 
 class Vim(Backbone):
     """Vision Mamba in timm's conventions, as a `PlainBackbone`.
 
-    The official release keeps the output of a block apart from the residual, and adds it before the next norm with the
-    drop path rate of the next block, from [0] + linspace(0, p). That equals the usual residual block with linspace(0,
-    p), which is built here.
+    The official release adds a block's output to the residual stream in the next block, with the drop path rate of that
+    block, from [0] + linspace(0, p). This equals the usual residual blocks here, with rates linspace(0, p).
 
-    Arguments are those of `Backbone` but for `pool`: the class token in the middle is the class feature.
+    The arguments are those of `Backbone` except `pool`: the class token in the middle is the class feature.
     """
 
     def __init__(self, *, depth: int = 24, **kwargs: Any):
@@ -185,7 +181,7 @@ class Vim(Backbone):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Patches LeCun normal, head and embeddings trunc_normal 0.02, biases 0; mixers initialise themselves."""
+        """Initialise patches LeCun normal, head and embeddings trunc_normal 0.02, biases 0; not the mixers."""
         lecun_normal_(self.patch_embed.weight)
         nn.init.zeros_(self.patch_embed.bias)
         for weight in (self.cls_token, self.pos_embed):
@@ -194,35 +190,35 @@ class Vim(Backbone):
             init_linear(self.head)
 
     def prefix_positions(self, num_patches: int) -> tuple[int, ...]:
-        """The class token is in the middle of the sequence."""
+        """Return the position of the class token, in the middle of the sequence."""
         return (num_patches // 2,)
 
     def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
-        """Image (B, C, H, W) -> tokens (B, T, D) with class token and positions, and the (h, w) grid of the patches."""
+        """Return tokens (B, T, D) with class token and positions of images (B, C, H, W), and the patch grid."""
         tokens, grid = self.patches(x)
         middle, built = (self.prefix_positions(h * w) for h, w in (grid, self.grid_size))
         tokens = insert_tokens(tokens, self.cls_token.to(tokens.dtype).expand(tokens.shape[0], -1, -1), middle)
         return at_least_fp32(tokens) + resample_positions(self.pos_embed, self.grid_size, grid, built, middle), grid
 
     def class_feature(self, tokens: Tensor) -> Tensor:
-        """Normalised tokens (B, T, D) -> the class token (B, D)."""
+        """Return the class token (B, D) of normalised tokens (B, T, D)."""
         return tokens[:, (tokens.shape[1] - 1) // 2]
 
     def reported_mac_terms(self, grid: Grid) -> tuple[str, dict[str, int]]:
-        """`blocks`, which the papers count otherwise than we do, and their count for one image.
+        """Return `blocks`, whose multiply-adds the papers count differently, and the papers' count for one image.
 
-        It is Eq. 13, 6TD² + 18·T·2D·16 per block, which leaves out convolutions and small projections.
+        The count is Eq. 13: 6TD² + 18·T·2D·16 per block, without convolutions and small projections.
         """
         D, T = self.embed_dim, grid[0] * grid[1] + 1
         return "blocks", {"eq_13": self.depth * (6 * T * D * D + PAPER_SCAN_MACS * T * EXPAND * D * STATE_DIM)}
 
     def no_weight_decay(self) -> set[str]:
-        """Embeddings, besides vectors and biases, exempt in every family; the rates A_log decay, as officially."""
+        """Return the embeddings; timm exempts vectors and biases itself. A_log decays, as in the release."""
         return {"pos_embed", "cls_token"}
 
 
 def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict of the official release under our names; unknown keys are kept, for a strict load to report."""
+    """Rename an official state dict; unknown keys are kept, so that a strict load reports them."""
     return rename_prefixes(state_dict, {"layers.": "blocks.", "norm_f.": "norm.", "patch_embed.proj.": "patch_embed."})
 
 

@@ -1,7 +1,7 @@
 """ViT3, vision test-time training in the shell of DeiT: ViT3-T/S/B, and a nano for tests and the embedded data sets.
 
-Every block learns two small models on its own tokens, by one step of full-batch gradient descent per image, and reads
-them out: a gated linear unit for each head, and in parallel one depth-wise 3x3 convolution on the grid. There is
+Every block trains two kinds of small models on its tokens, by one step of full-batch gradient descent per image, and
+applies them to its queries: a gated linear unit in each head, and one depth-wise 3x3 convolution on the grid. There is
 no position embedding and no class token. `import repro.models` registers the models with timm.
 
 Shape suffixes: B batch, N tokens (h·w), C width, d head dimension.
@@ -20,11 +20,11 @@ from .image_model import Grid
 from .inner import InnerLoop, full_precision, learn
 from .shell import NANO_PATCH16_144, ClassFreeViT, build_cpe, require_choice
 
-INNER_SCALE = 1 / 3  # of both inner losses, independent of the head dimension
+INNER_SCALE = 1 / 3  # scale s of both inner losses, independent of the head dimension
 _SHARED: dict[str, Any] = {"scale": INNER_SCALE, "damping": True}
-# step -> how the heads learn, `own` as in ViT3. The gate SiLU(x w2) of V1 is static, so that w1 learns alone from
-# values v ⊙ SiLU(k w2). V6 leaves out the damping, which ViT3 has where LaCT has Muon. `as_run`: the value is v ⊙
-# (k w1), since the paper's code keeps the line of the gated unit, whose gradient that is; without it, the step is the
+# inner loops of the heads by step of the ablation chain; `own` is ViT3. In V1 the gate SiLU(x w2) is static, so w1
+# alone learns, from values v ⊙ SiLU(k w2). V6 removes the damping, which ViT3 has in place of LaCT's Muon. In `as_run`
+# the value is v ⊙ (k w1): the paper's code keeps that line of the gated unit. Without `as_run`, the step is the
 # gradient of the loss itself
 STEPS: dict[str, InnerLoop] = {
     "own": InnerLoop(model="glu", **_SHARED),
@@ -36,14 +36,14 @@ STEPS: dict[str, InnerLoop] = {
     "v6": InnerLoop(model="fc", scale=INNER_SCALE),
     "v6_as_run": InnerLoop(model="fc", scale=INNER_SCALE),
 }
-WITHOUT_GATE = ("v3", "v6")  # steps that have no w2; what was run keeps it, without effect
-# step -> products with a d x d matrix besides those of its learner: the gates of keys and queries, or k w1
+WITHOUT_GATE = ("v3", "v6")  # steps without w2; the `as_run` steps keep it without effect
+# products with a d x d matrix outside the learner, by step: the gates of keys and queries, or k w1
 _FURTHER_PRODUCTS = {"v1": 2, "v3_as_run": 1, "v6_as_run": 1}
 Rotation = tuple[Tensor, Tensor]  # cosines and sines (N, C/2)
 
 
 class InnerTraining(nn.Module):
-    """The TTT block: Linear, inner steps for each image, read-out, Linear.
+    """TTT block: Linear, inner steps per image, read-out, Linear.
 
     With keys k, values v and queries q of one head, the inner loss and the step on each fast weight w are
 
@@ -53,14 +53,17 @@ class InnerTraining(nn.Module):
     the input axis; the convolution learns F = w3 (zero-padded), with one ‖g‖ per channel, over its window. See `inner`.
 
     Args:
-        dim: width C, a multiple of the heads (ValueError).
-        num_heads: of the gated linear unit; the convolution is as wide as one head.
-        step: a name of `STEPS`, for how the heads learn.
-        inner_steps: of heads and convolution.
-        loop: in place of that of the step.
+        dim: width C, a multiple of the heads.
+        num_heads: heads of the gated linear unit; the convolution is as wide as one head.
+        step: a name of `STEPS`, the inner loop of the heads.
+        inner_steps: inner steps of heads and convolution.
+        loop: an inner loop of the heads that replaces that of the step.
+
+    Raises:
+        ValueError: a width that is not a multiple of the heads.
     """
 
-    learn = staticmethod(learn)  # which a probe replaces on the layer that it watches
+    learn = staticmethod(learn)  # an attribute, so that a probe can replace it on one layer
 
     def __init__(
         self, dim: int, num_heads: int, step: str = "own", inner_steps: int = 1, *, loop: InnerLoop | None = None
@@ -84,13 +87,13 @@ class InnerTraining(nn.Module):
             del self.w2
 
     def forward(self, x_BNC: Tensor, grid: Grid, rotation: Rotation | None = None) -> Tensor:
-        """Normalised tokens (B, N, C), row-major on an (h, w) grid -> (B, N, C), same dtype (autocast: the mode's).
+        """Map normalised tokens (B, N, C), row-major on an (h, w) grid, to (B, N, C), in their dtype or autocast's.
 
-        With a `rotation`, the queries and keys of the heads are turned by `rotate` before they are split into heads.
+        With a `rotation`, `rotate` turns the heads' queries and keys before they are split into heads.
         """
         projected = self.qkv(x_BNC)
-        # fp32 also under autocast, because g is small: at initialisation (T, 196 tokens) nine of ten terms e·F'(k) are
-        # subnormal in fp16, and in bf16 one of eight elements of w does not move at all
+        # fp32 also under autocast, because g is small: at initialisation (ViT3-T, 196 tokens) nine of ten terms e·F'(k)
+        # are subnormal in fp16, and in bf16 one of eight elements of w does not change at all
         with full_precision(x_BNC.device.type):
             heads, conv = projected.to(torch.promote_types(projected.dtype, torch.float32)).split(
                 self.split_sizes, dim=-1
@@ -103,8 +106,8 @@ class InnerTraining(nn.Module):
         return self.proj(out.to(projected.dtype))
 
     def _learn_heads(self, qkv: Tensor) -> Tensor:
-        """(B, N, 3C) -> (B, N, C)."""
-        q, k, v = (x.contiguous() for x in self._split(qkv, self.num_heads))  # the layout of batched products
+        """Learn and read the heads: (B, N, 3C) -> (B, N, C)."""
+        q, k, v = (x.contiguous() for x in self._split(qkv, self.num_heads))  # for batched products
         w1 = self.w1.to(k.dtype)
         weights = [w1[0], self.w2[0]] if self.loop.model == "glu" else [w1[0]]
         if self.step == "v1":
@@ -115,32 +118,32 @@ class InnerTraining(nn.Module):
         out = self.learn(self.loop, weights, q, k, v, (1, k.shape[2]))
         if self.step == "v1":
             out = F.silu(q @ w2) * out
-        # so that w2 has a gradient, which is zero, and decays as it did in the paper's code
+        # gives w2 a zero gradient instead of none, so that weight decay acts on it as in the paper's code
         elif self.step.endswith("_as_run"):
             out = out + 0 * self.w2.sum()
         return out.transpose(1, 2).flatten(2)
 
     def _learn_conv(self, qkv: Tensor, grid: Grid) -> Tensor:
-        """(B, N, 3d) -> (B, N, d)."""
+        """Learn and read the convolution: (B, N, 3d) -> (B, N, d)."""
         q, k, v = self._split(qkv, 1)
         return self.learn(self.conv_loop, [self.w3[None]], q, k, v, grid)[:, 0]
 
     def _split(self, qkv: Tensor, heads: int) -> tuple[Tensor, ...]:
-        """(B, N, 3·heads·d) -> q, k and v, each (B, heads, N, d)."""
+        """Split (B, N, 3·heads·d) into q, k and v, each (B, heads, N, d)."""
         return qkv.unflatten(2, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
 
     def param_terms(self) -> dict[str, int]:
-        """Named counts of parameters."""
+        """Return named counts of parameters."""
         C, d = self.proj.out_features, self.head_dim
         qkv, proj = 3 * C + 3 * d, C + d  # outputs of the first linear layer, inputs of the second
         gates = 0 if self.step in WITHOUT_GATE else C * d
         return {"projections": (C + 1) * qkv + (proj + 1) * C, "inner_start": C * d + gates + 9 * d}
 
     def mac_terms(self, grid: Grid) -> dict[str, int]:
-        """Named counts of multiply-adds on an (h, w) grid; see `InnerLoop.count_macs`.
+        """Return named counts of multiply-adds on an (h, w) grid; see `InnerLoop.count_macs`.
 
-        ViT3's own step has 6·N·C·d in the heads (K, its transpose and Q, each with two d x d matrices) and 2·9·N·d in
-        the convolution (the gradient of its window, and its output); the damping is element-wise and free.
+        ViT3's own step has 6·N·C·d in the heads (K, Kᵀ and Q, each with two d x d matrices) and 2·9·N·d in the
+        convolution (its weight gradient, and its output). The damping is element-wise and not counted.
         """
         N, C, d = grid[0] * grid[1], self.proj.out_features, self.head_dim
         of_head = self.loop.count_macs(N, d) + _FURTHER_PRODUCTS.get(self.step, 0) * N * d * d
@@ -152,11 +155,14 @@ class InnerTraining(nn.Module):
 
 
 class ViT3(ClassFreeViT):
-    """ViT3 in the shell; no parameter depends on the image size.
+    """ViT3 in timm's conventions, as a `PlainBackbone`; no parameter depends on the image size.
 
     Args:
-        step, inner_steps: see `InnerTraining`; an unknown step is a ValueError.
+        step, inner_steps: see `InnerTraining`.
         kwargs: see `ClassFreeViT`.
+
+    Raises:
+        ValueError: an unknown step, or sizes that do not fit.
     """
 
     def __init__(self, *, num_heads: int = 6, step: str = "own", inner_steps: int = 1, **kwargs: Any):
@@ -170,12 +176,12 @@ class ViT3(ClassFreeViT):
 
 
 def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict of the official release under our names; they differ only for the patch convolution."""
+    """Rename an official state dict; the names differ only in the patch embedding."""
     return rename_prefixes(state_dict, {"patch_embed.proj.": "patch_embed."})
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Turn the channels 2j and 2j + 1 of x (B, N, ..., C), as real and imaginary part, by the angle j of their token."""
+    """Rotate channels (2j, 2j + 1) of x (B, N, ..., C), as (real, imaginary) parts, by angle j of their token."""
     cos, sin = (part.reshape(len(part), *(1,) * (x.ndim - 3), -1) for part in rotation)
     real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack((real * cos - imaginary * sin, real * sin + imaginary * cos), dim=-1).flatten(-2)

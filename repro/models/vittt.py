@@ -40,17 +40,18 @@ class Vittt(Backbone):
     Args:
         design: which design of the paper's route (Table 3); `conv2d` is Vittt.
         pool: class strategy (Table 4).
+        num_heads: heads of the inner learner, which must divide the width.
         chunk_size: tokens per inner gradient step, the paper's b (Fig. 7a); 0 takes the whole sequence as one chunk.
         w0: initial states of the inner learner (Fig. 7b).
-        reading: how the paper is read where it leaves a choice, a `Reading` or its text.
-        step: the inner learner, see `repro.models.ttt_mixer.STEPS`.
+        reading: the interpretation of the paper, a `Reading` or its text.
+        step: the inner learner; see `repro.models.ttt_mixer.STEPS`.
         kwargs: see `Backbone`.
 
     Raises:
         ValueError: an unknown design, pool, w0, reading or step, or sizes that do not fit.
     """
 
-    graphs: Graphs | None = None  # what `freeze` makes on a GPU
+    graphs: Graphs | None = None  # CUDA graphs, after `freeze` on a GPU
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class Vittt(Backbone):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Linear, embeddings trunc_normal 0.02, biases 0, convolutions by PyTorch's default; mixers by themselves."""
+        """Initialise Linear and embeddings trunc_normal 0.02, biases 0; not convolutions and mixers."""
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear) and ".mixer." not in name:
                 init_linear(module)
@@ -104,26 +105,26 @@ class Vittt(Backbone):
                 nn.init.trunc_normal_(embedding, std=0.02)
 
     def prefix_positions(self, num_patches: int) -> tuple[int, ...]:
-        """Positions of the class tokens in the token sequence, ascending; see `class_positions`."""
+        """Return the ascending positions of the class tokens in the sequence; see `class_positions`."""
         return class_positions(self.pool, num_patches)
 
     def freeze(self, graphs: int = 8) -> "Vittt":
-        """Keep what the GPU's kernels, or the CPU's loops, make of the weights, 25 operations a block; for inference.
+        """Precompute the weights' kernel layouts, 25 operations per block, for inference; return the model.
 
-        On a GPU, forward passes become CUDA graphs: one a layout of images that has come three times, at most `graphs`
-        (0: none), which keep the memory of the largest pass. Eager stay batches of more than 65,536 tokens, deterministic
-        mode, and what anybody looks into: gradients, hooks, modes, profilers, compilers, a graph of yours.
+        On a GPU, forward passes also become CUDA graphs: one for each layout of images after three eager calls, at most
+        `graphs` (0: none). They keep the memory of the largest pass. Passes remain eager for batches of more than
+        65,536 tokens, in deterministic mode, and under gradients, hooks, modes, profilers, compilers or other captures.
 
-        A block whose weights have changed ends it, and computes as one that was never frozen: each forward pass compares
-        the tensors, their addresses and their counts of writes. `train()` and loading end it at once; `eval()`, and
-        moving or casting to where and what a weight is already, do not. A copy of the model is not frozen.
+        Each forward pass compares the weights' identities, addresses and version counters. A block with changed weights
+        is no longer frozen, and computes as before. `train()` and loading end the freeze at once. `eval()` does not,
+        nor does a move or cast that changes nothing. A copy of the model is not frozen.
 
-        PyTorch counts neither a write in place through `.data`, `.numpy()` or a storage nor the step of a fused
-        optimiser, and a graph of `torch.compile` compares nothing: only `train()`, loading, moving and casting reach it.
-        After another such write, call `freeze` again.
+        Some writes go unnoticed. PyTorch does not count in-place writes through `.data`, `.numpy()` or a storage, nor
+        the step of a fused optimiser. A graph of `torch.compile` compares nothing, so only `train()`, loading, moving
+        and casting reach it. Call `freeze` again after any other write.
 
         Raises:
-            ValueError: a weight is an inference tensor, whose writes nobody counts; or a negative number of graphs.
+            ValueError: a weight is an inference tensor, which has no version counter; or a negative number of graphs.
         """
         if graphs < 0:
             raise ValueError(f"graphs {graphs} is negative; 0 captures none")
@@ -134,20 +135,20 @@ class Vittt(Backbone):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        """As every model; frozen on a GPU, by a CUDA graph where there is one."""
+        """Map images (B, C, H, W) to logits (B, num_classes), by a CUDA graph if the model is frozen on a GPU."""
         if torch.compiler.is_compiling() or self.graphs is None:
             return super().forward(x)
         return self.graphs(self, super().forward, x)
 
     def train(self, mode: bool = True) -> "Vittt":
-        """As every module; training ends what `freeze` has begun, evaluation does not."""
+        """Set the training mode; `train(True)` ends `freeze`, `train(False)` does not."""
         if mode:
             self._drop_graphs()
         return super().train(mode)
 
     def _apply(self, *args: Any, **kwargs: Any) -> "Vittt":
         super()._apply(*args, **kwargs)
-        if self.graphs is not None:  # which hold what was changed until they are dropped
+        if self.graphs is not None:  # drop them now, because they keep the old weights' memory
             self.graphs.drop_stale(self)
         return self
 
@@ -160,7 +161,7 @@ class Vittt(Backbone):
             self.graphs.drop()
 
     def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
-        """Image (B, C, H, W) -> tokens (B, T, D) with positions and class tokens, and the (h, w) grid of the patches."""
+        """Return tokens (B, T, D) with positions and class tokens of images (B, C, H, W), and the patch grid."""
         tokens, grid = self.patches(x)
         if self.pos_embed is not None:
             tokens = tokens + resample_positions(self.pos_embed, self.grid_size, grid)
@@ -168,7 +169,7 @@ class Vittt(Backbone):
         if positions:
             extra = self.cls_token if self.cls_pos_embed is None else self.cls_token + self.cls_pos_embed
             tokens = insert_tokens(tokens, extra.expand(len(tokens), -1, -1), positions)
-        # the row of a class token that there is not: a parameter without an effect
+        # `positions=patches_and_class` without class tokens: the extra row is a parameter without effect
         elif self.cls_pos_embed is not None:
             tokens = tokens + 0 * self.cls_pos_embed
         return tokens, grid
@@ -179,16 +180,16 @@ class Vittt(Backbone):
         super()._resize(grid)
 
     def class_feature(self, tokens: Tensor) -> Tensor:
-        """Normalised tokens (B, T, D) -> class feature (B, D) by the class strategy."""
+        """Compute the class feature (B, D) of normalised tokens (B, T, D) by the class strategy."""
         if self.pool == "mean":
             return tokens.mean(dim=1)
-        if self.pool == "max":
+        if self.pool == "max":  # not a maximum per channel: the token with the largest norm
             return tokens[torch.arange(len(tokens), device=tokens.device), tokens.norm(dim=-1).argmax(dim=1)]
         num_patches = tokens.shape[1] - self.cls_token.shape[1]
         return tokens[:, list(self.prefix_positions(num_patches))].mean(dim=1)
 
     def param_terms(self) -> dict[str, int]:
-        """Named counts of parameters that add up to the model's own."""
+        """Return named counts that add up to the model's parameters."""
         D, L, H, R = self.embed_dim, self.depth, self.num_heads, self.directions
         hidden = int(8 * D / 3)
         patches = self.grid_size[0] * self.grid_size[1]
@@ -214,7 +215,7 @@ class Vittt(Backbone):
         return change_param_terms(terms, self)
 
     def mac_terms(self, image_size: Grid) -> dict[str, int]:
-        """Named counts of multiply-adds for one image of (H, W) pixels.
+        """Return named counts of multiply-adds for one image of (H, W) pixels.
 
         Per token and layer: n·D² for the n projections, 3·D·hidden for SwiGLU, (3d + 2b)·D for the inner learner and
         4·D for each Conv1d in each direction, 9·D for DWConv and D·H for the learning rate, with d = D/H and chunks of
@@ -238,24 +239,24 @@ class Vittt(Backbone):
 
     @property
     def directions(self) -> int:
-        """Directions of the scan, 1 or 2."""
+        """Number of directions of the scan, 1 or 2."""
         return 2 if design_has(self.design, "dual") else 1
 
     @property
     def num_conv1d(self) -> int:
-        """Conv1d of a direction: for the keys, and for the queries where somebody reads them."""
+        """Number of Conv1d per direction: for the keys, and for the queries if they are used."""
         names = conv1d_names(self.design)
         return len(names) - (self.step == "q_is_k" and "conv_q" in names)
 
     @property
     def num_projections(self) -> int:
-        """D x D projections of a mixer: k, v and, before it is shared with k, q per direction; gate and output once."""
+        """Number of D x D projections of a mixer: k, v and an unshared q per direction, plus gate and output."""
         return (
             self.directions * (2 if design_has(self.design, "share_qk") else 3) + design_has(self.design, "gating") + 1
         )
 
     def no_weight_decay(self) -> set[str]:
-        """Embeddings, class tokens, and the inner learner's norm, bias and token scale; W0 and the projections decay."""
+        """Return embeddings, class tokens, and the inner norm, bias and token scale; W0 and the projections decay."""
         exempt = (
             "pos_embed",
             "cls_token",

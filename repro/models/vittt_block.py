@@ -1,4 +1,4 @@
-"""A block of Vittt in the default reading of the paper; `repro.models.read_block` has the others."""
+"""A block of Vittt in the default interpretation of the paper; `repro.models.read_block` has the alternatives."""
 
 from typing import Any, Literal, get_args
 
@@ -17,15 +17,15 @@ EPS = 1e-6
 
 
 class VitttBlock(nn.Module):
-    """Eq. 9: tokens + DWConv, then the TTT mixer and SwiGLU, each after a LayerNorm and with a residual.
+    """Vittt block (Eq. 9): tokens + DWConv, then TTT mixer and SwiGLU, each residual and after a LayerNorm.
 
-    Class tokens, whose places depend on `pool`, skip the convolution. `drop_path` is the rate of both residual
-    branches; the other arguments are those of `TTTMixer`.
+    Class tokens, whose positions depend on `pool`, skip the convolution. `drop_path` is the stochastic depth rate of
+    both residual branches; the other arguments are those of `TTTMixer`.
     """
 
     mixer_class: type[TTTMixer] = TTTMixer
-    frozen: fused_block.Frozen | None = None  # what `Vittt.freeze` keeps
-    is_fusible = True  # whether `fused_block` computes it where it has a convolution and no class tokens
+    frozen: fused_block.Frozen | None = None  # constants that `Vittt.freeze` precomputed
+    is_fusible = True  # whether `fused_block` may compute it, if it has a convolution and no class tokens
 
     def __init__(
         self,
@@ -52,12 +52,12 @@ class VitttBlock(nn.Module):
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
     def train(self, mode: bool = True) -> "VitttBlock":
-        """As every module; training ends what `Vittt.freeze` has begun, evaluation does not."""
+        """Set the training mode; `train(True)` ends `Vittt.freeze`, `train(False)` does not."""
         if mode:
             self.frozen = None
         return super().train(mode)
 
-    # eager inference would see by itself what these two change; a compiled graph sees only that nothing is kept any more
+    # eager inference notices by itself what the next two methods change; a compiled graph guards only on `frozen`
 
     def _apply(self, *args: Any, **kwargs: Any) -> "VitttBlock":
         super()._apply(*args, **kwargs)
@@ -69,20 +69,20 @@ class VitttBlock(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
 
     def forward(self, tokens: Tensor, grid: Grid) -> Tensor:
-        """(B, T, D) on an (h, w) grid, row-major, with class tokens at `class_positions` -> (B, T, D)."""
+        """Map tokens (B, T, D), row-major on an (h, w) grid, with class tokens at `class_positions`, to (B, T, D)."""
         if backend := fused_block.find_backend(self, tokens):
             return fused_block.forward(self, tokens, grid, backend)
         return self.forward_plainly(tokens, grid)
 
     def forward_plainly(self, tokens: Tensor, grid: Grid) -> Tensor:
-        """As `forward`, by plain PyTorch around the scan, which is what `fused_block` is tested against."""
+        """Compute `forward` with plain PyTorch around the scan, the reference for `fused_block`."""
         if self.dwconv is not None:
             tokens = self._convolve(tokens, grid)
         tokens = tokens + self.drop_path(self.mixer(self.norm1(tokens)))
         return tokens + self.drop_path(self.mlp(self.norm2(tokens)))
 
     def _convolve(self, tokens: Tensor, grid: Grid) -> Tensor:
-        """The tokens plus their convolution on the grid."""
+        """Add to the tokens their convolution on the grid."""
         positions = class_positions(self.pool, grid[0] * grid[1])
         out = self._convolve_patches(tokens, grid, positions)
         return tokens + insert_tokens(out, torch.zeros_like(tokens[:, list(positions)]), positions)
@@ -93,5 +93,5 @@ class VitttBlock(nn.Module):
 
 
 def class_positions(pool: Pool, num_patches: int) -> tuple[int, ...]:
-    """The positions of a strategy's class tokens in the token sequence, ascending; none for the pooling strategies."""
+    """Return the ascending positions of a strategy's class tokens in the sequence; none for pooling strategies."""
     return {"head": (0,), "mid": (num_patches // 2,), "double": (0, num_patches + 1)}.get(pool, ())

@@ -1,7 +1,7 @@
 """VMamba: selective scans along the rows and the columns of a grid, each forward and back; VMamba-T/S/B and a nano.
 
-These are the models that its release calls v2 (`v05_noz`): no gate, one state for each channel, an MLP in every block.
-The modules of a block's scan have the names of the release. `import repro.models` registers the models with timm.
+These are the v2 models of its release (`v05_noz`): no gate, one state per channel, an MLP in every block. The modules
+of a block's scan have the names of the release. `import repro.models` registers the models with timm.
 
 Shape suffixes: B images, L = h·w positions, C width of a stage, E channels of the scan, K routes, N states, R rank of
 the step size's projection. Inside a stage, maps are (B, h, w, C).
@@ -29,18 +29,19 @@ from .vim import STEP_SIZES, at_least_fp32
 STATE_DIM = 1
 MLP_RATIO = 4
 EPS = 1e-5
-# the routes: rows, columns, rows back, columns back; two sequences of positions, each scanned in both directions
+# routes: rows, columns, reversed rows, reversed columns; that is two sequences, each scanned in both directions
 REVERSE = (False, False, True, True)
 ROUTES, SEQUENCES = 4, 2
 
 
 class SS2D(nn.Module):
-    """Linear -> depth-wise 3x3 convolution and SiLU -> four selective scans -> their sum -> LayerNorm -> Linear.
+    """Mixer SS2D: Linear, depth-wise 3x3 convolution and SiLU, sum of four selective scans, LayerNorm, Linear.
 
-    All routes read the same channels. Each has projections to step size, B and C, rates and skips of its own.
+    All routes read the same channels. Each has its own projections to step size, B and C, its own rates and skips.
 
     Args:
-        dim: C. `expand`: E/C.
+        dim: width C.
+        expand: ratio E/C.
     """
 
     def __init__(self, dim: int, expand: int):
@@ -60,23 +61,23 @@ class SS2D(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise what only the scan has; the convolution keeps PyTorch's default."""
+        """Initialise the parameters of the scan; the convolution keeps PyTorch's default."""
         for weight, fan_in in ((self.x_proj_weight, self.inner), (self.dt_projs_weight, self.rank)):
             nn.init.uniform_(weight, -(fan_in**-0.5), fan_in**-0.5)
         low, high = (math.log(size) for size in STEP_SIZES)
         size = torch.empty_like(self.dt_projs_bias).uniform_(low, high).exp_().clamp_(min=1e-4)
-        self.dt_projs_bias.copy_(size + torch.log(-torch.expm1(-size)))  # softplus of it is the size
-        nn.init.zeros_(self.A_logs)  # the logarithm of the one state's number
+        self.dt_projs_bias.copy_(size + torch.log(-torch.expm1(-size)))  # softplus⁻¹(size)
+        nn.init.zeros_(self.A_logs)  # log of the state index, which is 1
         nn.init.ones_(self.Ds)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalised map (B, h, w, C) -> the same shape, in its dtype (under autocast in that of the mode)."""
+        """Map a normalised map (B, h, w, C) to the same shape, in its dtype or autocast's."""
         B, h, w, _ = x.shape
         E, N, R, L = self.inner, STATE_DIM, self.rank, h * w
         v = F.silu(self.conv2d(self.in_proj(x).permute(0, 3, 1, 2)).permute(0, 2, 3, 1))
         u_BL2E = to_sequences(v)
         rows = u_BL2E.view(B * L, SEQUENCES, E).transpose(0, 1)
-        # a sequence's two routes in one product; then route by route, in the order of REVERSE
+        # one product for both routes of a sequence; the result is then reordered by route, as in REVERSE
         weight = self.x_proj_weight.unflatten(0, (-1, SEQUENCES)).transpose(0, 1).flatten(1, 2)
         parts = torch.bmm(rows, weight.mT).unflatten(-1, (-1, R + 2 * N)).permute(2, 0, 1, 3).flatten(0, 1)
         low, B_rows, C_rows = parts.split((R, N, N), dim=-1)
@@ -84,24 +85,24 @@ class SS2D(nn.Module):
         delta, B_BLKN, C_BLKN = (part.unflatten(1, (B, L)).permute(1, 2, 0, 3) for part in (delta, B_rows, C_rows))
         A = -torch.exp(at_least_fp32(self.A_logs)).view(ROUTES, E, N)
         skip, bias = self.Ds.view(ROUTES, E), self.dt_projs_bias
-        # fp16 overflows before the norm
+        # full precision, because fp16 overflows before the norm
         options = {"reverse": REVERSE, "full_precision": True, "backend": self.backend}
         y = selective_scan_routes(u_BL2E, delta, A, B_BLKN, C_BLKN, skip, None, bias, **options)
         dtype = next(self.out_norm.parameters(), self.Ds).dtype
         return self.out_proj(self.out_norm(add_routes(y, (h, w)).to(dtype)).to(v.dtype))
 
     def selected_backend(self, dtype: torch.dtype) -> str:
-        """The implementation of the selective scan that runs here for activations of `dtype`."""
+        """Return the backend of the selective scan that runs here for activations of `dtype`."""
         return selected_backend(self.backend, self.A_logs.device, state_dim=STATE_DIM, dtype=dtype)
 
 
 def to_sequences(x: Tensor) -> Tensor:
-    """A map (B, h, w, E) -> its positions row by row, and column by column: (B, L, 2, E)."""
+    """Flatten a map (B, h, w, E) row-major and column-major: (B, L, 2, E)."""
     return torch.stack((x.flatten(1, 2), x.transpose(1, 2).flatten(1, 2)), 2)
 
 
 def add_routes(y: Tensor, grid: Grid) -> Tensor:
-    """The routes' outputs (B, L, K, E), each in its sequence's order -> their sum at the grid's places (B, h, w, E)."""
+    """Sum the routes' outputs (B, L, K, E), each in the order of its sequence, on the grid: (B, h, w, E)."""
     by_rows, by_columns = y.unflatten(2, (-1, SEQUENCES)).sum(2).unbind(2)
     return by_rows.unflatten(1, grid) + by_columns.unflatten(1, grid[::-1]).transpose(1, 2)
 
@@ -118,24 +119,24 @@ class VMambaBlock(nn.Module):
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, h, w, C) -> the same shape."""
+        """Map (B, h, w, C) to the same shape."""
         x = x + self.drop_path(self.mixer(self.norm1(x)))
         return x + self.drop_path(self.mlp(self.norm2(x)))
 
 
 class VMambaStage(Stage):
-    """A stage whose blocks have channels last, as linear layers and the scan want them."""
+    """Stage with channels-last blocks, the layout of linear layers and the scan."""
 
     def forward(self, x: Tensor, *, recompute: bool = False) -> Tensor:
-        """(B, C, h, w) -> the same shape, a channels-last view."""
+        """Map (B, C, h, w) to the same shape, a channels-last view."""
         return self.run_blocks(x.permute(0, 2, 3, 1), recompute=recompute).permute(0, 3, 1, 2)
 
 
 class VMamba(Hierarchy):
-    """VMamba in timm's conventions; no parameter depends on the image size, and nothing is padded.
+    """VMamba in timm's conventions; no parameter depends on the image size, and no map is padded.
 
     Args:
-        expand: E/C, the channels of the scan for each channel of the stage.
+        expand: ratio E/C of the scan's channels to the stage's.
         kwargs: see `Hierarchy`.
     """
 
@@ -161,13 +162,13 @@ class VMamba(Hierarchy):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Linear trunc_normal 0.02 with zero bias, convolutions by PyTorch's default; scans by their own rule."""
+        """Initialise Linear trunc_normal 0.02, biases 0; not convolutions and scans."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 init_linear(module)
 
     def param_terms(self) -> dict[str, int]:
-        """Named counts of parameters that add up to the model's own."""
+        """Return named counts that add up to the model's parameters."""
         C, K, N = self.widths[0], ROUTES, STATE_DIM
         terms = {"stem": 9 * self.in_chans * (C // 2) + C // 2 + 9 * (C // 2) * C + C}
         terms |= dict.fromkeys(("downsampling", "layer_norms", "projections", "depthwise", "scan", "mlp"), 0)
@@ -185,7 +186,7 @@ class VMamba(Hierarchy):
         return terms | {"head": self.num_classes * (self.num_features + 1)}
 
     def mac_terms(self, image_size: Grid) -> dict[str, int]:
-        """Named counts of multiply-adds for one image of (H, W) pixels; the scan has 4 for each state of each route."""
+        """Return named counts of multiply-adds for one image of (H, W) pixels; the scan has 4 per state and route."""
         sizes, layers = self._layer_macs(image_size)
         scanned = sum(
             L * depth * ROUTES * self.expand * C for L, depth, C in zip(sizes, self.depths, self.widths, strict=True)
@@ -193,10 +194,10 @@ class VMamba(Hierarchy):
         return layers | {"scan": 4 * scanned * STATE_DIM}
 
     def paper_mac_terms(self, image_size: Grid) -> dict[str, int]:
-        """The same by the convention of its authors, which is fvcore's, and with which Table 1 prints VMamba's FLOPs.
+        """Return the counts by fvcore's convention, which the authors and Table 1 use for VMamba's FLOPs.
 
-        Beside convolutions and linear layers, an output of a LayerNorm counts 5, the input of the pooling 1, and the
-        scan 9·N + 1 for each position and channel of each route.
+        Besides convolutions and linear layers, each output element of a LayerNorm counts 5, each input element of the
+        pooling 1, and the scan 9·N + 1 per position, channel and route.
         """
         sizes, layers = self._layer_macs(image_size)
         C, half = self.widths[0], tuple(-(-side // 2) for side in image_size)
@@ -215,7 +216,7 @@ class VMamba(Hierarchy):
         return layers | own
 
     def _layer_macs(self, image_size: Grid) -> tuple[list[int], dict[str, int]]:
-        """The positions of each stage, and the multiply-adds of convolutions and linear layers."""
+        """Return the positions of each stage, and the multiply-adds of convolutions and linear layers."""
         sizes = [h * w for h, w in self.grids_of(*image_size)]
         height, width = (-(-side // 2) for side in image_size)
         C = self.widths[0]
@@ -256,9 +257,9 @@ _LINEAR = re.compile(r"\.(in_proj|out_proj|fc1|fc2)\.weight$")
 
 
 def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict of the official release under our names; unknown keys are kept, for a strict load to report.
+    """Rename an official state dict; unknown keys are kept, so that a strict load reports them.
 
-    Weights of linear layers are (out, in), also where the file has them as 1x1 convolutions, (out, in, 1, 1).
+    Linear layers that the file stores as 1x1 convolutions (out, in, 1, 1) become (out, in).
     """
 
     def rename(key: str) -> str:

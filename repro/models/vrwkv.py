@@ -1,8 +1,8 @@
 """Vision-RWKV: VRWKV-T/S/B, and a nano for tests and the embedded data sets.
 
 `import repro.models` registers the models with timm. Parameters have the names of the official release, except for
-three outer ones that all families here share; see `official_state_dict`. Official weights were trained with the CUDA
-kernel of the release, which departs slightly from the paper's equation that runs here; see `kernels.bi_wkv.reference`.
+three outer names that all families here share; see `official_state_dict`. Official weights were trained with the CUDA
+kernel of the release. It departs slightly from the paper's equation, which runs here; see `kernels.bi_wkv.reference`.
 
 Shape letters: B images, T tokens on an (h, w) grid, C channels.
 """
@@ -23,14 +23,15 @@ from .backbone import Backbone, register_sizes, rename_prefixes, resample_positi
 from .image_model import Grid, init_linear
 
 EPS = 1e-5
-PAPER_WKV_MACS = 29  # of Bi-WKV per token and channel, in the authors' own count
+PAPER_WKV_MACS = 29  # multiply-adds of Bi-WKV per token and channel, as the authors count them
 SHIFT_PARTS = 4  # Q-Shift takes a quarter of the channels each from the left, right, upper and lower neighbour
 
 
 def q_shift(tokens: Tensor, grid: Grid) -> Tensor:
-    """(B,T,C) on an (h, w) grid -> (B,T,C): a quarter of the channels from each neighbour: left, right, upper, lower.
+    """Shift tokens (B,T,C) on an (h, w) grid: each quarter of the channels comes from one neighbour.
 
-    Quarter j is the channels ⌊jC/4⌋ to ⌊(j+1)C/4⌋. Outside the grid are zeros.
+    Quarter j has the channels ⌊jC/4⌋ to ⌊(j+1)C/4⌋; the quarters come from the left, right, upper and lower neighbour.
+    The grid is zero-padded.
     """
     h, w = grid
     x = tokens.unflatten(1, grid)
@@ -43,9 +44,10 @@ def q_shift(tokens: Tensor, grid: Grid) -> Tensor:
 
 
 class SpatialMix(nn.Module):
-    """W_o(σ(r) ⊙ Bi-WKV(w/T, u/T, k, v)), where r, k and v each project a mixture of tokens and Q-Shift.
+    """W_o(σ(r) ⊙ Bi-WKV(w/T, u/T, k, v)), where r, k and v are projections of mixtures of tokens and Q-Shift.
 
-    `layer` and `depth`, index of the block and number of blocks, are for the initial values; see `init_weights`.
+    The initial values depend on `layer` and `depth`, the index of the block and the number of blocks; see
+    `init_weights`.
     """
 
     def __init__(self, dim: int, layer: int, depth: int):
@@ -58,7 +60,7 @@ class SpatialMix(nn.Module):
         self.key, self.value, self.receptance, self.output = (nn.Linear(dim, dim, bias=False) for _ in range(4))
 
     def init_weights(self) -> None:
-        """The "fancy" values of the release, for layer l of L and channel i of C.
+        """Set the "fancy" initial values of the release, for layer l of L and channel i of C.
 
         The decay is −5 + 8 (i/(C−1))^(0.7 + 1.3 l/(L−1)), the bonus ln 0.3 + ½(((i+1) mod 3) − 1). With p = 1 − l/L,
         the mixtures are (i/C)^p for k, (i/C)^p + 0.3 l/(L−1) for v, and (i/C)^(p/2) for r.
@@ -75,11 +77,11 @@ class SpatialMix(nn.Module):
             self.spatial_mix_r.copy_((i / dim).pow(p / 2))
 
     def selected_backend(self, dtype: torch.dtype) -> str:
-        """The implementation of Bi-WKV that runs on this layer's device for activations of `dtype`."""
+        """Return the backend of Bi-WKV that runs on this layer's device for activations of `dtype`."""
         return selected_backend(self.backend, self.spatial_decay.device, dtype=dtype)
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
-        """(B,T,C) -> (B,T,C). Decay and bonus are divided by the number T of tokens of this image."""
+        """Map (B,T,C) to (B,T,C); decay and bonus are divided by this image's number T of tokens."""
         shifted = q_shift(x, grid)
         k = self.key(shifted.lerp(x, self.spatial_mix_k))
         v = self.value(shifted.lerp(x, self.spatial_mix_v))
@@ -101,7 +103,7 @@ class ChannelMix(nn.Module):
         self.receptance = nn.Linear(dim, dim, bias=False)
 
     def init_weights(self) -> None:
-        """Both mixtures are (i/C)^(1 − l/L)."""
+        """Set both mixtures to (i/C)^(1 − l/L)."""
         dim = self.spatial_mix_k.shape[-1]
         mix = (torch.arange(dim, dtype=torch.float64) / dim) ** (1 - self.layer / self.depth)
         with torch.no_grad():
@@ -109,7 +111,7 @@ class ChannelMix(nn.Module):
             self.spatial_mix_r.copy_(mix)
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
-        """(B,T,C) -> (B,T,C)."""
+        """Map (B,T,C) to (B,T,C)."""
         shifted = q_shift(x, grid)
         hidden = torch.relu(self.key(shifted.lerp(x, self.spatial_mix_k))).square()
         return torch.sigmoid(self.receptance(shifted.lerp(x, self.spatial_mix_r))) * self.value(hidden)
@@ -134,7 +136,7 @@ class VRWKVBlock(nn.Module):
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
     def forward(self, tokens: Tensor, grid: Grid) -> Tensor:
-        """(B,T,C) on an (h, w) grid, row-major -> (B,T,C)."""
+        """Map tokens (B,T,C), row-major on an (h, w) grid, to (B,T,C)."""
         if hasattr(self, "ln0"):
             tokens = self.ln0(tokens)
         if self.post_norm:
@@ -166,7 +168,7 @@ class VRWKV(Backbone):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Linear trunc_normal 0.02, biases and positions 0, the patches by PyTorch's default; mixers by themselves."""
+        """Initialise Linear trunc_normal 0.02, biases and positions 0, mixers by their own rule; not the patches."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 init_linear(module)
@@ -178,27 +180,27 @@ class VRWKV(Backbone):
         nn.init.zeros_(self.pos_embed)
 
     def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
-        """Image (B, C, H, W) -> tokens (B, T, D) with positions, and the (h, w) grid of the patches."""
+        """Return tokens (B, T, D) with positions of images (B, C, H, W), and the (h, w) grid of the patches."""
         tokens, grid = self.patches(x)
         return tokens + resample_positions(self.pos_embed, self.grid_size, grid), grid
 
     def reported_mac_terms(self, grid: Grid) -> tuple[str, dict[str, int]]:
-        """The operator whose multiply-adds the papers count otherwise than we do, and their count for one image."""
+        """Return the operator whose multiply-adds the papers count differently, and the papers' count for one image."""
         return "vision_ttt.bi_wkv", {"bi_wkv": self.depth * PAPER_WKV_MACS * grid[0] * grid[1] * self.embed_dim}
 
     def no_weight_decay(self) -> set[str]:
-        """Norms and biases, as in the release; timm's rule exempts other vectors, too, but see `decayed_vectors`."""
+        """Return norms and biases, as in the release; timm also exempts other vectors, but see `decayed_vectors`."""
         norms = {f"{name}." for name, module in self.named_modules() if isinstance(module, nn.LayerNorm)}
         return {name for name, _ in self.named_parameters() if name.endswith(".bias") or name.startswith(tuple(norms))}
 
     def decayed_vectors(self) -> set[str]:
-        """The decay, the bonus and the layer scale, which the release decays."""
+        """Return the decay, the bonus and the layer scale, on which the release uses weight decay."""
         vectors = {name for name, parameter in self.named_parameters() if parameter.ndim == 1}
         return vectors - self.no_weight_decay()
 
 
 def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The official release's state dict under our names; `layers`, `patch_embed.projection`, last `ln1` differ."""
+    """Rename an official state dict: `layers`, `patch_embed.projection` and the last `ln1` differ here."""
     return rename_prefixes(
         state_dict, {"layers.": "blocks.", "patch_embed.projection.": "patch_embed.", "ln1.": "norm."}
     )

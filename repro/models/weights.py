@@ -1,9 +1,8 @@
-"""Weights on disk: this project's own files, and those that the authors of a family publish. All of them are loaded
-strictly.
+"""Weights files: this project's own, and those that the authors of a family publish. All are loaded strictly.
 
-Our own files are safetensors with the architecture and the preprocessing in their metadata. Official files are
-checkpoints of PyTorch, or safetensors without such metadata; they name neither, and the function `official_state_dict`
-of the family's module translates their keys. `checkpoints.open_weights` opens any of them.
+The project's files are safetensors with architecture and preprocessing in their metadata. Official files are PyTorch
+checkpoints, or safetensors without such metadata; the function `official_state_dict` of the family's module translates
+their keys. `checkpoints.open_weights` opens any of them.
 """
 
 import argparse
@@ -31,21 +30,21 @@ from .reading import UNNAMED_READING, Reading
 
 State = Mapping[str, Tensor]
 
-# the only metadata key: safetensors would write several in an order that varies from run to run
+# a single metadata key, because safetensors writes several keys in an order that varies from run to run
 METADATA_KEY = "vision_ttt_repro"
-# what the metadata have, and what they may have besides; an unknown key is a damaged one, or of a later version
+# required and optional metadata; an unknown key means damage or a later version
 _NEEDED = {"model": str, "options": dict, "preprocessing": dict, "classes": list}
 _FURTHER = {"checksum": str, "reading": (dict, str), "task": dict}
-# in the header, where the metadata are JSON in a string of JSON
+# pattern for the header, where the metadata are JSON inside a JSON string, with escaped quotes
 _CHECKSUM = re.compile(rb'\{\\"checksum\\": \\"([0-9a-f]{64})\\"')
-# what a tensor of weights may be; whether an integer is one in the model, too, is compared when it is loaded
+# dtypes of weights; `load_state` checks that integers belong to integer buffers of the model
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8}
 _DTYPES |= {torch.int8, torch.int16, torch.int32, torch.int64}
-_NAMED_HASH = re.compile(r"-([0-9a-f]{8,64})\.")  # torch.hub's names of files carry the first digits of their SHA-256
-# what wrappers put before a model's names, in any order and number: DataParallel, torch.compile, and mmcls
+_NAMED_HASH = re.compile(r"-([0-9a-f]{8,64})\.")  # torch.hub's file names end in the first digits of the SHA-256
+# prefixes that wrappers add to a model's names, in any order and number: DataParallel, torch.compile, and mmcls
 _WRAPPED = re.compile(r"^(?:(?:module|_orig_mod|backbone)\.)+")
-# settings that training code saves with the weights and that are read as data: argparse's, and yacs' CfgNode (of Swin
-# and ViT3)
+# settings that training code saves with the weights, which are safe to unpickle: those of argparse, and yacs' CfgNode
+# (Swin, ViT3)
 _SETTINGS = [argparse.Namespace, (OrderedDict, "yacs.config.CfgNode")]
 
 
@@ -59,16 +58,18 @@ def save_weights(
     classes: list[str],
     task: dict[str, Any] | None = None,
 ) -> None:
-    """Write a model's state atomically, with everything that is needed to build and use the model.
+    """Write a model's state atomically, with all metadata that building and using the model needs.
 
     Args:
-        name, options: the registered name, and the further keyword arguments (JSON values) that built the model.
+        path: the file, a .safetensors.
+        model: the model.
+        name, options: the registered name, and the keyword arguments (JSON values) that built the model.
         preprocessing: the evaluation transform, in timm's names: input_size, interpolation, crop_pct, mean, std.
         classes: class names in the order of the outputs.
         task: for a dense model around the backbone `name`, the task's `name` and the params that built the rest.
 
-    The file of a Vittt also names every switch of its reading, so that it keeps its meaning if a default changes.
-    `checksum` in the metadata is the SHA-256 of the whole file with zeros in its own place, so that it covers names,
+    The file of a Vittt also states every switch of its interpretation, so it keeps its meaning if a default changes.
+    `checksum` in the metadata is the SHA-256 of the whole file with zeros in place of the checksum. So it covers names,
     shapes and metadata, too.
     """
     metadata = {
@@ -83,6 +84,7 @@ def save_weights(
     state = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
     with atomic(path) as temporary:
         save_file(state, temporary, metadata={METADATA_KEY: json.dumps(metadata, sort_keys=True)})
+        # the digits replace the zeros in place, so that the header keeps its length
         place, _ = _find_checksum(temporary)
         checksum = hash_file(temporary, digits=64, blank=place)
         with open(temporary, "rb+") as stream:
@@ -93,20 +95,19 @@ def save_weights(
 def open_file(
     path: Path, places: Sequence[str] = ("model", "state_dict")
 ) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-    """Read a weights file: its tensors, and what `save_weights` wrote besides, or None for a file of another project.
+    """Read a weights file: its tensors, and the metadata of `save_weights`, or None for a file of another project.
 
-    The metadata are model, options, preprocessing, classes, and for a dense model its task; the options of a Vittt have
-    its reading, where that is not the default. A file from before the checksums is read with a line on stderr.
+    The metadata are model, options, preprocessing, classes, and the task of a dense model. The options of a Vittt
+    include its interpretation if that is not the default. A file without checksum is accepted with a warning on stderr.
 
-    Another project's file may hold the state dict itself, or hold it in the first of these `places`, with an optimiser
-    or settings, which are ignored. What wrappers put before the names is removed, see `_WRAPPED`, also where
-    torch.compile had a part of the model, and mmcls' `head.fc.` becomes `head.`. A hash at a name's end, as torch.hub's,
-    must be right.
+    Another project's file may be a state dict, or hold one under a key of `places`, of which the first counts; an
+    optimiser or settings are ignored. Prefixes of wrappers are removed, see `_WRAPPED`, also those of compiled
+    submodules, and mmcls' `head.fc.` becomes `head.`. A hash at the end of the name, as torch.hub has it, must match.
 
     Raises:
-        UserError: a file that does not exist, cannot be read (perhaps cut short), is not what its checksum or its name
-            says, or holds Python objects other than data, no state dict, two tensors under one name, or metadata that
-            are not those of a weights file; and as `require_sound`.
+        UserError: a file that does not exist, cannot be read (perhaps cut short), does not match its checksum or the
+            hash in its name, or holds Python objects other than data, no state dict, two tensors under one name, or
+            metadata that are not those of a weights file; and as `require_sound`.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such weights file")
@@ -120,7 +121,7 @@ def open_file(
 
 
 def require_sound(state: State, where: Path | str) -> None:
-    """Refuse tensors that no training leaves; `where` begins the error.
+    """Refuse tensors that cannot be trained weights; `where` begins the error.
 
     Raises:
         UserError: a dtype other than fp16, bf16, fp32, fp64 and integers, or values that are not finite.
@@ -139,7 +140,7 @@ def require_sound(state: State, where: Path | str) -> None:
 
 
 def translate_official(state: State, module: str) -> dict[str, Tensor]:
-    """An official state dict -> one under our names, by `official_state_dict` of its family; or a UserError."""
+    """Translate an official state dict by `official_state_dict` of its family; UserError if there is none."""
     translate = getattr(sys.modules[module], "official_state_dict", None)
     if translate is None:
         raise UserError("no official weights are known for this family")
@@ -147,7 +148,7 @@ def translate_official(state: State, module: str) -> dict[str, Tensor]:
 
 
 def classifier_names(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The classifier's layers in timm's configuration of a model: none, one, or several of a distilled model."""
+    """Return the classifier layers in timm's configuration: none, one, or several of a distilled model."""
     names = config.get("classifier") or ()
     return (names,) if isinstance(names, str) else tuple(names)
 
@@ -160,25 +161,26 @@ def load_state(
     not_needed: Callable[[str], bool] = lambda key: False,
     new: Callable[[str], bool] = lambda key: False,
 ) -> dict[str, str]:
-    """Fill a model strictly: every key is used, none is missing, shapes are equal, and integers where the model's are.
+    """Fill a model strictly: no key is missing or unused, shapes are equal, and integers match integer buffers.
 
     Args:
-        model, state: have the same names.
-        not_needed: which keys of `state` are left out.
-        new: which keys of the model stay as they are.
+        model, state: the model, and the tensors under its names.
+        error: the beginning of the error message.
+        not_needed: returns whether a key of `state` is left out.
+        new: returns whether a key of the model keeps its value.
 
     Returns:
-        A line for every key of `state`: `used` or `expected: not needed`.
+        The status of every key of `state`: `used` or `expected: not needed`.
 
     Raises:
-        UserError: the first three differences by key; the model is then unchanged.
+        UserError: with the first three differences; the model is then unchanged.
     """
     own = model.state_dict()
     used = {key: value for key, value in state.items() if not not_needed(key)}
     filled = {key: value for key, value in own.items() if not new(key)}
     missing = [f"{key} missing" for key in filled if key not in used]
     foreign = [f"{key} not used" for key in used if key not in filled]
-    # the model's own first names say nothing of a file that has none of them
+    # if no key matches, the file's own keys explain more than the model's missing ones, so they come first
     problems = missing + foreign if used.keys() & filled.keys() else foreign[:2] + missing + foreign[2:]
     problems += [
         f"{key} is {tuple(used[key].shape)}, expected {tuple(filled[key].shape)}"
@@ -198,7 +200,7 @@ def load_state(
 
 
 def require_finite_outputs(model: nn.Module, where: Path | str) -> None:
-    """Let a model of tensors refuse outputs that are not finite: with a UserError that names its weights, `where`."""
+    """Make a model raise a UserError that names its weights, `where`, if its outputs are not finite."""
 
     def check(module: nn.Module, inputs: Any, output: Tensor | Sequence[Tensor]) -> None:
         if not all(each.isfinite().all() for each in ([output] if isinstance(output, Tensor) else output)):
@@ -208,21 +210,20 @@ def require_finite_outputs(model: nn.Module, where: Path | str) -> None:
 
 
 def adapt_to_size(model: nn.Module, state: State, trained_size: tuple[int, int]) -> dict[str, Tensor]:
-    """A state dict of a training at another image size, made to fit a model of the same architecture.
+    """Adapt a state dict from a training at another image size to a model of the same architecture.
 
-    Our families: a position embedding is resampled to the model's grid (bicubic; class tokens keep their rows), if it
-    has the length that belongs to `trained_size`. Weights of another patch stride therefore stay as they are and do not
-    fit. timm's families: timm's own `checkpoint_filter_fn` resamples what depends on the size, such as Swin's tables of
-    relative positions.
+    In this project's families, a position embedding is resampled to the model's grid (bicubic; rows of class tokens are
+    kept), if its length belongs to `trained_size`. So weights of another patch size stay unchanged, and a strict load
+    refuses them. In timm's families, timm's `checkpoint_filter_fn` resamples, for example, Swin's relative positions.
 
-    `state` has the model's names, with the classifier; `trained_size` is their image height and width in pixels.
+    `state` has the model's names, with the classifier; `trained_size` is the training's (height, width) in pixels.
     """
     if hasattr(model, "grid_of"):
         return _resample_positions(model, state, trained_size)
     adapt = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
     try:
         return dict(state) if adapt is None else adapt(dict(state), model)
-    # of another architecture: a strict load says so
+    # weights of another architecture: leave the error to the strict load
     except (AttributeError, KeyError, IndexError, RuntimeError, ValueError):
         return dict(state)
 
@@ -239,7 +240,7 @@ def _resample_positions(model: nn.Module, state: State, trained_size: tuple[int,
 
 
 def _read_checkpoint(path: Path) -> Any:
-    """What a file of `torch.save` holds, running no code of it: tensors, plain data and `_SETTINGS`; or UserError."""
+    """Read a `torch.save` file without running code: tensors, plain data and `_SETTINGS`; else a UserError."""
     try:
         require_intact_zip(path)
         with torch.serialization.safe_globals(_SETTINGS), warnings.catch_warnings(action="ignore"):
@@ -256,7 +257,7 @@ def _read_checkpoint(path: Path) -> Any:
 
 
 def _find_state(content: Any, places: Sequence[str], path: Path) -> dict[str, Tensor]:
-    """The state dict in what another project's file holds, see `open_file`."""
+    """Find the state dict in the content of another project's file; see `open_file`."""
     if isinstance(content, Mapping):
         content = next((content[key] for key in places if isinstance(content.get(key), Mapping)), content)
     named = isinstance(content, Mapping) and all(
@@ -276,7 +277,7 @@ def _find_state(content: Any, places: Sequence[str], path: Path) -> dict[str, Te
 
 
 def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-    """The tensors of a file, as its checksum says if it has one, and our metadata if it has them; or UserError."""
+    """Read tensors and this project's metadata (or None) of a safetensors file, and verify a checksum."""
     try:
         with safe_open(path, framework="pt") as stream:
             described = (stream.metadata() or {}).get(METADATA_KEY)
@@ -294,7 +295,7 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any] | N
 
 
 def _find_checksum(path: Path) -> tuple[int, str] | None:
-    """Where in a safetensors file the digits of its checksum begin, and these; None for a file without one."""
+    """Return the offset and the digits of a safetensors file's checksum, or None if it has none."""
     with open(path, "rb") as stream:
         header = stream.read(8)
         header += stream.read(int.from_bytes(header, "little"))
@@ -303,7 +304,7 @@ def _find_checksum(path: Path) -> tuple[int, str] | None:
 
 
 class _Stated(dict):
-    """What a file states, of which every use of a part that it lacks is the same UserError."""
+    """Metadata of a file; access to a missing key raises a UserError that names the file."""
 
     def __init__(self, content: dict[str, Any], path: Path) -> None:
         super().__init__(content)
@@ -324,7 +325,7 @@ def _parse_metadata(text: str, path: Path, *, verified: bool) -> dict[str, Any]:
         known = known and all(isinstance(name, str) for name in found["classes"])
     except (ValueError, AttributeError):
         known = False
-    # a checksum that is not where `_CHECKSUM` looks for it was not compared
+    # a checksum at a place that `_CHECKSUM` does not match was not verified
     if not known or ("checksum" in found and not verified):
         raise UserError(
             f"{path}: damaged, or of a later version: its metadata are not those of a weights file; get it again"
@@ -334,7 +335,7 @@ def _parse_metadata(text: str, path: Path, *, verified: bool) -> dict[str, Any]:
         print(f"repro: {path}: {line}", file=sys.stderr, flush=True)
     if found["model"].startswith("vittt_"):
         options = {key: value for key, value in found["options"].items() if key != "reading"}
-        # a file that names no reading was written when there was one; only one design was another model then
+        # a file that states none predates the switches; the defaults build the same model, except for this design
         unnamed = UNNAMED_READING if options.get("design") == "gating" else ""
         try:
             reading = str(Reading.of(found.pop("reading", unnamed)))
