@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +60,15 @@ def evaluate(
         RunError: weights that cannot be downloaded, or too little GPU memory; with several models, after the last.
     """
     request.check()
+    models = _open_models(request, find_models)
     cell = open_cell(paths, runtime, data)
     if request.limit is not None:
         split = cell.row.reported_split
         check_limit(request.limit, cell.manifest.splits[split].images, split)
     tree = cell.open_tree()
-    subjects = list(_find_subjects(request, tree.classes, data, find_models))
+    for checkpoint, _ in models:
+        _require_fitting(checkpoint, tree.classes, data)
+    subjects = [(each, request.image_sizes or (size or each.image_size,)) for each, size in models]
     if tree.kind.other_splits and any(checkpoint.classes is None for checkpoint, _ in subjects):
         print(f"{data}: the weights name no classes; their logits are taken in the order {show_few(tree.classes)}")
     if request.limit is not None:
@@ -98,29 +101,24 @@ def check_limit(limit: int, images: int, split: str) -> None:
         )
 
 
-def _find_subjects(
-    request: EvaluateRequest, classes: Sequence[str], data: str, find_models: FindModels
-) -> Iterator[tuple[Checkpoint, tuple[int, ...]]]:
-    """Yield the checkpoints that match the data, with their sizes; nothing is built or downloaded."""
+def _open_models(request: EvaluateRequest, find_models: FindModels) -> list[tuple[Checkpoint, int | None]]:
+    """Return the asked checkpoints, each with the image size of the paper's table; nothing is built or downloaded."""
     if request.weights is not None:
-        found = [
-            (
-                open_weights(request.weights, model=request.models[0] if request.models else None).require_classifier(),
-                None,
-            )
-        ]
-    elif request.table1:
+        model = request.models[0] if request.models else None
+        return [(open_weights(request.weights, model=model).require_classifier(), None)]
+    if request.table1:
         rows, left_out = find_models()
         print("\n".join(f"left out: {', '.join(labels)}: {reason}" for reason, labels in left_out.items()), flush=True)
-        found = [(open_weights(None, model=published.full_name), size) for published, size in rows]
-    else:
-        found = [(open_weights(None, model=name), None) for name in request.models]
-    for checkpoint, size in found:
-        require_same_classes(checkpoint, classes, data)
-        if checkpoint.num_classes not in (None, len(classes)):
-            where = checkpoint.path or ".".join(filter(None, (checkpoint.model, checkpoint.facts["weights_tag"])))
-            raise UserError(f"{where}: has {checkpoint.num_classes} classes, {data} has {len(classes)}")
-        yield checkpoint, request.image_sizes or (size or checkpoint.image_size,)
+        return [(open_weights(None, model=published.full_name), size) for published, size in rows]
+    return [(open_weights(None, model=name), None) for name in request.models]
+
+
+def _require_fitting(checkpoint: Checkpoint, classes: Sequence[str], data: str) -> None:
+    """Raise a UserError where a checkpoint's classes are not those of the data."""
+    require_same_classes(checkpoint, classes, data)
+    if checkpoint.num_classes not in (None, len(classes)):
+        where = checkpoint.path or ".".join(filter(None, (checkpoint.model, checkpoint.facts["weights_tag"])))
+        raise UserError(f"{where}: has {checkpoint.num_classes} classes, {data} has {len(classes)}")
 
 
 @dataclasses.dataclass(frozen=True)

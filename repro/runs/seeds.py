@@ -34,8 +34,8 @@ SECTION = "pretrain_seeds"
 RATES = (5.0e-4, 1.0e-3, 2.0e-3, 4.0e-3)  # tried for every cell; an optimum at an edge widens them for all, once
 SEARCH_SEED = 100  # never reported
 SEARCH_EPOCHS = 2
-# seconds an image for a training without a measured time, and the safety factor on a measured one
-UNKNOWN_S, MARGIN = 0.02, 1.3
+# seconds of an epoch without a measured time, and the safety factor on a measured one
+UNKNOWN_S, MARGIN = 1000.0, 1.3
 SCORE = next(iter(SPEC.scores))
 # keys of a seed's file by type; `EXPLAINS` are those of provenance, which do not describe the training
 FORM = {
@@ -269,10 +269,9 @@ def choose_rate(trials: Sequence[dict[str, Any]]) -> float:
 
 def expect_seconds(training: Training, trainings: Sequence[Training]) -> float:
     """Estimate a training's seconds from the finished ones of its cell."""
-    images = training.cell.params.epochs * 50_000
     done = [read_json(each.file) for each in trainings if each.cell.name == training.cell.name and each.file.is_file()]
-    known = [3600 * each["core_hours"] / (each["epochs"] * each["train_images"]) for each in done]
-    return images * (MARGIN * max(known) if known else UNKNOWN_S)
+    known = [3600 * each["core_hours"] / each["epochs"] for each in done]
+    return training.cell.params.epochs * (MARGIN * max(known) if known else UNKNOWN_S)
 
 
 def print_rates(trainings: Sequence[Training]) -> None:

@@ -22,6 +22,7 @@ from repro.inference.classifier import subsample
 from repro.inference.evaluate import _Evaluation, check_limit
 from repro.inference.params import EvaluateRequest
 from repro.models.published import find_published, is_only_imagenet_1k
+from repro.models.registry import build_model
 from repro.models.weights import save_weights
 from repro.papers.vision_ttt.published import find_table1_models, find_table1_top1
 from tests.conftest import run_python
@@ -215,6 +216,14 @@ def test_a_limit_of_imagenets_own_size_is_refused():
     check_limit(49_999, 60_000, "val")
     with pytest.raises(UserError, match="would be taken for it"):
         check_limit(50_000, 60_000, "val")
+
+
+def test_a_detector_is_refused_before_its_data_are(checkout, repro_cli):
+    """Its pictures have no classes; the wrong file is what its user has to know."""
+    described = {"options": {"num_classes": 2}, "preprocessing": {}, "classes": ["a", "b"], "task": {"name": "detect"}}
+    save_weights(checkout / "detector.safetensors", build_model(NANO, num_classes=2), name=NANO, **described)
+    code, _, err = repro_cli("evaluate", "--weights", "detector.safetensors", "--data", "scenes")
+    assert code and "expected a classifier" in err and err.count("\n") == 1
 
 
 def test_logits_that_are_not_finite_are_one_line(checkout, repro_cli):
