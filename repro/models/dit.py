@@ -297,13 +297,13 @@ def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _join_scales(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Join DiT5's scale and offset of (q, k), each (1, 1, C, 2), to one tensor: (q and k, C, scale and offset)."""
     joined = {key: value for key, value in state_dict.items() if not key.endswith(("qk_scale_ttt", "qk_offset_ttt"))}
-    for key in [key for key in state_dict if key.endswith("qk_scale_ttt")]:
-        stem = key.removesuffix("qk_scale_ttt")
-        both = [state_dict.get(f"{stem}qk_{name}_ttt") for name in ("scale", "offset")]
-        if both[1] is None:
-            raise UserError(f"{key} has no qk_offset_ttt beside it")
+    for stem in {key.rpartition("qk_")[0]: None for key in state_dict if key not in joined}:
+        names = [f"{stem}qk_{name}_ttt" for name in ("scale", "offset")]
+        both = [state_dict.get(name) for name in names]
+        if any(each is None for each in both):
+            raise UserError(f"one of {' and '.join(names)} is missing")
         if f"{stem}affine" in joined:
-            raise UserError(f"both {key} and {stem}affine are one tensor here; remove the wrong one")
+            raise UserError(f"both {names[0]} and {stem}affine are one tensor here; remove the wrong one")
         joined[f"{stem}affine"] = torch.stack([each[0, 0] for each in both], dim=-1).transpose(0, 1).contiguous()
     return joined
 

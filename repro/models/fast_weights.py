@@ -28,6 +28,8 @@ Form = Literal["recurrent", "parallel"]
 # options of every step of the chain; `only=(2,)` below means that W3 alone learns
 _SUMS: dict[str, Any] = {"loss": "dot", "reduction": "sum", "scale": 1.0}
 _LACT = {"model": "swiglu", **_SUMS, "rate": "per_weight", "momentum": True, "muon": "lact", "norm": "state"}
+# the options that the parallel form does not read; their values are those of LaCT
+_PARALLEL = {**_SUMS, "lr": 1.0, "damping": False, "epochs": 1, "batches": 1}
 # the steps of the paper on KV binding from LaCT to linear attention; each has all changes of the steps before it
 _V1 = {**_LACT, "only": (2,)}
 _V2 = {**_V1, "norm": "none"}
@@ -53,7 +55,10 @@ def find_obstacle(loop: InnerLoop) -> str | None:
         return "W1 and W2 learn, so the kernel of a chunk depends on all chunks before it"
     if loop.norm != "none":
         return f"norm {loop.norm} is applied to the state, so that it is no sum over chunks"
-    return None
+    for name, value in _PARALLEL.items():
+        if getattr(loop, name) != value:
+            return f"it has {name} {value} alone, not {getattr(loop, name)}"
+    return "it has no rates per token alone" if loop.rate == "dynamic" else None
 
 
 def choose_form(loop: InnerLoop, backend: str, device: torch.device) -> Form:

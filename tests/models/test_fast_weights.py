@@ -94,6 +94,38 @@ def test_each_step_of_the_ladder_is_that_of_the_papers_code(reference, name):
         assert relative(learn(loop, given, *tokens, GRID, *rest, form)[0], expected) < 1e-5, form
 
 
+OPTIONS = (
+    {"loss": "mse"},
+    {"loss": "smooth_l1"},
+    {"damping": True},
+    {"epochs": 2},
+    {"steps": 3},
+    {"batches": 3, "chunk_size": 0},
+    {"reduction": "mean"},
+    {"lr": 0.5},
+    {"rate": "dynamic"},
+    {"rate": "per_weight"},
+    {"momentum": True},
+    {"muon": "lact"},
+    {"direction": "ascent"},
+    {"scale": 0.3},
+    {"q_is_k": True},
+    *({"order": order} for order in ("before", "after", "end")),
+)
+
+
+@pytest.mark.parametrize("changes", OPTIONS, ids=str)
+def test_a_parallel_form_is_the_recurrent_one_or_is_refused(changes):
+    loop = lact("v6", **{"chunk_size": 4, **changes})
+    weights, *given = drawn(loop, 10)
+    if find_obstacle(loop) is None:
+        both = [learn(loop, weights, *given[:3], GRID, *given[3:], form)[0] for form in ("recurrent", "parallel")]
+        assert relative(*both) < 1e-10
+    else:
+        with pytest.raises(ValueError, match="backend parallel"):
+            learn_in_parallel(loop, weights, *given)
+
+
 @pytest.mark.parametrize(("name", "muon"), [("bidirectional", "none"), ("bidirectional_muon", "lact")])
 def test_the_bidirectional_layer_is_the_releases(reference, name, muon):
     """As meant: the release assigns the orthogonal step to the weight, so that its layer with Muon forgets it."""
