@@ -23,7 +23,7 @@ from ..core.paths import Paths
 from ..core.record import current_commit, installed_version
 from ..core.runtime import Runtime, choose_device, device_label, device_slug
 from ..core.unfinished import Unfinished, read_clock
-from ..models.fast_weights import LADDER, find_obstacle, learn
+from ..models.fast_weights import LACT_STEPS, find_obstacle, learn
 from ..models.inner import InnerLoop
 from .memory import measure_peak_mib
 from .speed import SLOW_STEPS, RowSpec, measure, median_interval, time_in_turn
@@ -162,7 +162,7 @@ def _make_learners(setting: Setting, tokens: int, device: str) -> dict[str, dict
         x.requires_grad_()
     found: dict[str, dict[Form, Callable[[], Tensor]]] = {}
     for step in ("own", "v1", "v2", "v3", "v4", "v5", "v6"):
-        loop = InnerLoop(**LADDER[step], order="before", chunk_size=setting.chunks["lact"])
+        loop = InnerLoop(**LACT_STEPS[step], order="before", chunk_size=setting.chunks["lact"])
         weights = [(draw(h, *shape) / shape[0] ** 0.5).requires_grad_() for shape in loop.shapes(d)]
         given = (None if loop.rate == "fixed" else rates[..., : len(loop.learned)], momentum if loop.momentum else None)
         run = partial(learn, loop, weights, q, k, v, (1, tokens), *given)

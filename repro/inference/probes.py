@@ -141,7 +141,7 @@ def _one_direction(arguments: Arguments, r: int, steps: int) -> tuple[Tensor, Te
 _PREFIXES = ("ladder_vit3_", "lact_")  # prefixes of registered names
 
 
-def has_ladder(model: str) -> bool:
+def has_inner_loop(model: str) -> bool:
     """Return whether a model of this registered name is rebuilt for a probe."""
     return model.startswith(_PREFIXES)
 
@@ -239,7 +239,7 @@ def run_probe(classifier: Classifier, tree: Tree, name: str, workers: int) -> di
         UserError: an unknown probe, or a model without an inner learner.
     """
     try:
-        scores, (before, after) = (_run_ladder if has_ladder(classifier.checkpoint.model) else _run_operator)(
+        scores, (before, after) = (_run_inner_loop if has_inner_loop(classifier.checkpoint.model) else _run_operator)(
             classifier, tree, name, workers
         )
     except ValueError as error:
@@ -311,7 +311,7 @@ def _run_operator(
     return scores, probe.inner_losses()
 
 
-def _run_ladder(
+def _run_inner_loop(
     classifier: Classifier, tree: Tree, name: str, workers: int
 ) -> tuple[dict[str, float], tuple[float, float]]:
     """Run a probe of a model that is rebuilt with the probe's options and the same weights."""

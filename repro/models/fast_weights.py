@@ -36,7 +36,7 @@ _V2 = {**_V1, "norm": "none"}
 _V3 = {**_LACT, "model": "fc", "norm": "none"}
 _V4 = {**_V3, "rate": "fixed"}
 _V5 = {**_V4, "momentum": False}
-LADDER: dict[str, dict[str, Any]] = {
+LACT_STEPS: dict[str, dict[str, Any]] = {
     "own": _LACT,
     "ascent": {**_LACT, "direction": "ascent"},
     "q_is_k": {**_LACT, "q_is_k": True},

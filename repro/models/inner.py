@@ -284,13 +284,13 @@ def _find_gradients(
     # a convolution also needs the keys around a batch, so it runs on the whole grid with errors of 0 outside the batch
     if model.on_grid:
         e = F.pad(e, (0, 0, first, N - end))
-    # `pull` is lazy: do not backpropagate past the first weight that learns
+    # `vjp` is lazy: do not backpropagate past the first weight that learns
     backwards = reversed(range(min(loop.learned), len(W)))
-    pairs = dict(zip(backwards, model.pull(W, prepared, e), strict=False))
+    pairs = dict(zip(backwards, model.vjp(W, prepared, e), strict=False))
     found = [pairs[p] for p in loop.learned]
     if loop.rate == "per_weight":
         found = [(rates[..., first:end, i : i + 1] * x, back) for i, (x, back) in enumerate(found)]
-    return [model.join(x, back) for x, back in found]
+    return [model.weight_grad(x, back) for x, back in found]
 
 
 def read_out(loop: InnerLoop, weights: Weights, q: Tensor, grid: Grid) -> Tensor:

@@ -32,23 +32,23 @@ class InnerModel:
 
     Args:
         shapes: maps (size, d) to the shape of each weight of one head.
-        prepare: maps (W, x, grid) to the activations that `read` and `pull` share.
+        prepare: maps (W, x, grid) to the activations that `read` and `vjp` share.
         read: maps (W, prepared) to F(x), of the shape of x.
-        pull: the vjp: maps (W, prepared, e), with e of the shape of F(x), to one pair (x_p, e_p) per weight, the last
+        vjp: the vjp: maps (W, prepared, e), with e of the shape of F(x), to one pair (x_p, e_p) per weight, the last
             weight first. x_p is the weight's input, and e_p the error at the weight's output.
-        join: the weight gradient: maps (x_p, e_p) to that of Σ ⟨e, F(x)⟩, for a matrix Σ_n x_pᵀ e_p.
+        weight_grad: the weight gradient: maps (x_p, e_p) to that of Σ ⟨e, F(x)⟩, for a matrix Σ_n x_pᵀ e_p.
         norm_axes: axes of the norms of weights and gradients, all but that of the output units.
         on_grid: whether F mixes neighbouring tokens on the (h, w) grid.
         ends_linear: whether the last weight is a linear layer, so that only `read` needs its product.
-        first_back: index of the first weight through which `pull` backpropagates e; None if there is none.
+        first_back: index of the first weight through which `vjp` backpropagates e; None if there is none.
         has_width, has_depth: whether the model has the options `InnerLoop.width` and `depth`.
     """
 
     shapes: Callable[[Size, int], list[tuple[int, ...]]]
     prepare: Callable[[Weights, Tensor, Grid], tuple]
     read: Callable[[Weights, tuple], Tensor]
-    pull: Callable[[Weights, tuple, Tensor], Iterable[_Pair]]
-    join: Callable[[Any, Tensor], Tensor] = lambda x, e: x.mT @ e
+    vjp: Callable[[Weights, tuple, Tensor], Iterable[_Pair]]
+    weight_grad: Callable[[Any, Tensor], Tensor] = lambda x, e: x.mT @ e
     norm_axes: tuple[int, ...] = (-2,)
     on_grid: bool = False
     ends_linear: bool = True
@@ -82,7 +82,7 @@ def _mlp_prepare(W: Weights, x: Tensor, grid: Grid) -> tuple:
     return inputs, pre
 
 
-def _mlp_pull(W: Weights, prepared: tuple, e: Tensor) -> Iterator[_Pair]:
+def _mlp_vjp(W: Weights, prepared: tuple, e: Tensor) -> Iterator[_Pair]:
     inputs, pre = prepared
     yield inputs[-1], e
     for weight, x, z in zip(reversed(W[1:]), reversed(inputs[:-1]), reversed(pre), strict=True):
@@ -106,7 +106,7 @@ def _swiglu_shapes(size: Size, d: int) -> list[tuple[int, ...]]:
     return [(d, hidden), (d, hidden), (hidden, d)]
 
 
-def _swiglu_pull(W: Weights, prepared: tuple, e: Tensor) -> Iterator[_Pair]:
+def _swiglu_vjp(W: Weights, prepared: tuple, e: Tensor) -> Iterator[_Pair]:
     x, z1, z2, gate, a = prepared
     yield a, e
     back = e @ W[2].mT
@@ -119,7 +119,7 @@ def _glu_prepare(W: Weights, x: Tensor, grid: Grid) -> tuple:
     return x, x @ W[0], z2, F.silu(z2)
 
 
-def _glu_pull(W: Weights, prepared: tuple, e: Tensor) -> Iterator[_Pair]:
+def _glu_vjp(W: Weights, prepared: tuple, e: Tensor) -> Iterator[_Pair]:
     x, z1, z2, gate = prepared
     yield x, e * z1 * _silu_slope(z2)
     yield x, e * gate
@@ -138,7 +138,7 @@ def _conv_read(W: Weights, prepared: tuple) -> Tensor:
     return out.reshape(B, heads, d, N).mT
 
 
-def _conv_join(x: tuple, e: Tensor) -> Tensor:
+def _conv_weight_grad(x: tuple, e: Tensor) -> Tensor:
     """Compute G[o, i, δ] = Σ_p e[p, o]·x[p + δ, i] over the positions p of a zero-padded grid."""
     (image, (B, heads, _, d)), per_group = x
     gradient = conv2d_weight(
@@ -151,8 +151,8 @@ _MLP: dict[str, Any] = {"shapes": _mlp_shapes, "prepare": _mlp_prepare, "first_b
 _CONV: dict[str, Any] = {
     "prepare": _conv_prepare,
     "read": _conv_read,
-    "pull": lambda W, prepared, e: [((prepared, W[0].shape[-3]), e)],
-    "join": _conv_join,
+    "vjp": lambda W, prepared, e: [((prepared, W[0].shape[-3]), e)],
+    "weight_grad": _conv_weight_grad,
     "norm_axes": (-3, -2, -1),
     "on_grid": True,
 }
@@ -161,36 +161,36 @@ MODELS: dict[str, InnerModel] = {
         shapes=_square(1),
         prepare=lambda W, x, grid: (x,),
         read=lambda W, prepared: prepared[0] @ W[0],
-        pull=lambda W, prepared, e: [(prepared[0], e)],
+        vjp=lambda W, prepared, e: [(prepared[0], e)],
     ),
     "silu_fc": InnerModel(  # SiLU(x W)
         shapes=_square(1),
         prepare=lambda W, x, grid: (x, x @ W[0]),
         read=lambda W, prepared: F.silu(prepared[1]),
-        pull=lambda W, prepared, e: [(prepared[0], e * _silu_slope(prepared[1]))],
+        vjp=lambda W, prepared, e: [(prepared[0], e * _silu_slope(prepared[1]))],
         ends_linear=False,
     ),
     "glu": InnerModel(  # (x W1) ⊙ SiLU(x W2)
         shapes=_square(2),
         prepare=_glu_prepare,
         read=lambda W, prepared: prepared[1] * prepared[3],
-        pull=_glu_pull,
+        vjp=_glu_vjp,
         ends_linear=False,
     ),
-    "mlp": InnerModel(read=lambda W, prepared: prepared[0][-1] @ W[-1], pull=_mlp_pull, has_width=True, **_MLP),
+    "mlp": InnerModel(read=lambda W, prepared: prepared[0][-1] @ W[-1], vjp=_mlp_vjp, has_width=True, **_MLP),
     "mlp_residual": InnerModel(  # an MLP plus x
-        read=lambda W, prepared: prepared[0][-1] @ W[-1] + prepared[0][0], pull=_mlp_pull, has_width=True, **_MLP
+        read=lambda W, prepared: prepared[0][-1] @ W[-1] + prepared[0][0], vjp=_mlp_vjp, has_width=True, **_MLP
     ),
     "mlp_identity": InnerModel(  # an MLP whose last layer is W + I
         read=lambda W, prepared: prepared[0][-1] @ _add_identity(W)[-1],
-        pull=lambda W, prepared, e: _mlp_pull(_add_identity(W), prepared, e),
+        vjp=lambda W, prepared, e: _mlp_vjp(_add_identity(W), prepared, e),
         **_MLP,
     ),
     "swiglu": InnerModel(  # (SiLU(x W1) ⊙ (x W2)) W3
         shapes=_swiglu_shapes,
         prepare=_swiglu_prepare,
         read=lambda W, prepared: prepared[4] @ W[2],
-        pull=_swiglu_pull,
+        vjp=_swiglu_vjp,
         first_back=2,
         has_width=True,
     ),

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .backbone import register_sizes
-from .fast_weights import LADDER, choose_form, learn
+from .fast_weights import LACT_STEPS, choose_form, learn
 from .image_model import Grid
 from .inner import InnerLoop
 from .shell import NANO_PATCH4_32, NANO_PATCH16_144, ClassFreeViT, require_choice
@@ -33,7 +33,7 @@ class FastWeights(nn.Module):
 
     Args:
         dim, num_heads: width C, a multiple of the heads h.
-        loop: a step of `repro.models.fast_weights.LADDER`, possibly with another schedule.
+        loop: a step of `repro.models.fast_weights.LACT_STEPS`, possibly with another schedule.
 
     Raises:
         ValueError: Muon with heads of width 1.
@@ -114,7 +114,7 @@ class LaCT(ClassFreeViT):
 
     Args:
         num_heads: heads h.
-        step: `own`, `ascent`, `q_is_k`, or `v1` to `v6`; see `repro.models.fast_weights.LADDER`.
+        step: `own`, `ascent`, `q_is_k`, or `v1` to `v6`; see `repro.models.fast_weights.LACT_STEPS`.
         muon, norm: options of `InnerLoop`; None keeps those of `step`.
         order, chunk_size, inner_steps: options `order`, `chunk_size` and `steps` of `InnerLoop`.
         inner_ratio: hidden units of the fast model, as a multiple of the head dimension.
@@ -137,10 +137,10 @@ class LaCT(ClassFreeViT):
         inner_ratio: float = 1.0,
         **kwargs: Any,
     ):
-        require_choice("step", step, tuple(LADDER))
-        chosen = {"muon": muon, "norm": norm, "width": inner_ratio if LADDER[step]["model"] == "swiglu" else None}
+        require_choice("step", step, tuple(LACT_STEPS))
+        chosen = {"muon": muon, "norm": norm, "width": inner_ratio if LACT_STEPS[step]["model"] == "swiglu" else None}
         chosen = {name: value for name, value in chosen.items() if value is not None}
-        loop = InnerLoop(**LADDER[step] | chosen, order=order, chunk_size=chunk_size, steps=inner_steps)
+        loop = InnerLoop(**LACT_STEPS[step] | chosen, order=order, chunk_size=chunk_size, steps=inner_steps)
         super().__init__(lambda dim: (FastWeights(dim, num_heads, loop), None), num_heads=num_heads, **kwargs)
 
 

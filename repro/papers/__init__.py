@@ -1,4 +1,4 @@
-"""One package ("room") for each paper, whose module `paper` declares `PAPER`, a `repro.report.paper.Paper`.
+"""One package for each paper, whose module `paper` declares `PAPER`, a `repro.report.paper.Paper`.
 
 The module `paper` imports the report. The module `recipe` must not, because every training prints a recipe.
 """
@@ -14,14 +14,14 @@ from ..core.config import load_yaml
 from .recipe import LINEARIZE, describe
 
 
-def find_rooms() -> list[str]:
+def find_packages() -> list[str]:
     """Return the names of the packages of papers, in alphabetical order."""
-    return [room.name for room in pkgutil.iter_modules(__path__) if room.ispkg]
+    return [package.name for package in pkgutil.iter_modules(__path__) if package.ispkg]
 
 
 def load_papers() -> dict[str, Any]:
     """Return id -> `Paper`, the primary paper first, then by id."""
-    papers = [importlib.import_module(f"{__name__}.{room}.paper").PAPER for room in find_rooms()]
+    papers = [importlib.import_module(f"{__name__}.{package}.paper").PAPER for package in find_packages()]
     return {paper.id: paper for paper in sorted(papers, key=lambda paper: (not paper.primary, paper.id))}
 
 
@@ -31,21 +31,23 @@ def describe_recipe(params: Any, facts: Mapping[str, Any]) -> tuple[dict[str, An
     Every training calls this, so it reads only `paper.yaml` and the modules `recipe` and does not import the report.
     """
     family = params.model.split("_")[0]
-    declared = {room: load_yaml(_find_folder(room) / "paper.yaml") for room in find_rooms()}
+    declared = {package: load_yaml(_find_folder(package) / "paper.yaml") for package in find_packages()}
     # the primary paper also compares families of other papers, whose recipes are not its own
-    rooms = [
-        room for room, about in declared.items() if family in about.get("families", {}) and not about.get("primary")
+    packages = [
+        package
+        for package, about in declared.items()
+        if family in about.get("families", {}) and not about.get("primary")
     ]
-    rooms += [room for room, about in declared.items() if about.get("primary")]
-    recipes = [importlib.import_module(f"{__name__}.{room}.recipe").PRINTED for room in rooms]
+    packages += [package for package, about in declared.items() if about.get("primary")]
+    recipes = [importlib.import_module(f"{__name__}.{package}.recipe").PRINTED for package in packages]
     # a linearisation must be compared with a recipe of linearisations, if its paper has one
     asked = {name for name in LINEARIZE if hasattr(params, name)}
     fitting = (printed for printed in recipes if asked >= {*LINEARIZE} & printed.find_values(params.model).keys())
     return describe(params, facts, next(fitting))
 
 
-def _find_folder(room: str) -> Path:
-    return Path(str(importlib.resources.files(f"{__name__}.{room}")))
+def _find_folder(package: str) -> Path:
+    return Path(str(importlib.resources.files(f"{__name__}.{package}")))
 
 
 def load_primary() -> Any:

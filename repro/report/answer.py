@@ -15,7 +15,7 @@ from ..core.speeds import COMMAND, HOST, describe_time
 from .claims import Report
 from .gallery import Speeds, find_all_speeds, find_speeds, picture_blocks
 from .markdown import join, picture, strong, table
-from .paper import ATTENTIONS, Contest, Question
+from .paper import ATTENTIONS, Comparison, Question
 from .records import OUTSIDE, describe_origin, describe_seeds, group_by
 from .results import Results
 from .variants import judge_variants, list_unlike_machines
@@ -44,7 +44,7 @@ def lead_blocks(report: Report) -> str:
     drawings = paper.drawings(report).items()
     drawn = [picture_blocks(f"figures/{name}", name, sources, report) for name, (sources, _) in drawings]
     claim = f"*{about.title}*, {about.version}. {paper.claim}".rstrip()
-    shown = _contest_picture(report) or join(drawn)
+    shown = _comparison_picture(report) or join(drawn)
     return join([claim, list_unlike_machines(report), verdict_blocks(report), speed_blocks(report), shown])
 
 
@@ -57,7 +57,7 @@ def readme_blocks(reports: Sequence[Report]) -> dict[str, str]:
     took = _describe_pipeline(read_json(pipeline), first.results) if pipeline.is_file() else ""
     command = f"make reproduce   # every stage, on scans of digits with 8×8 pixels{took}"
     blocks["run"] = f"```\n{command}\nmake test        # the tests\n```"
-    if shown := _contest_picture(first):
+    if shown := _comparison_picture(first):
         blocks["picture"] = shown
     return blocks
 
@@ -79,11 +79,13 @@ def verdict_blocks(report: Report) -> str:
 
 def speed_blocks(report: Report) -> str:
     """The model's speed and memory against the baseline's; empty where the paper has no baseline."""
-    contest = report.paper.contest
-    if contest is None:
+    comparison = report.paper.comparison
+    if comparison is None:
         return ""
-    measured = find_all_speeds(contest, report.results)
-    return _compare_speeds(contest, measured) if measured else f"{contest.title}: not measured, `repro efficiency`."
+    measured = find_all_speeds(comparison, report.results)
+    return (
+        _compare_speeds(comparison, measured) if measured else f"{comparison.title}: not measured, `repro efficiency`."
+    )
 
 
 def _find_own(question: Question, report: Report) -> list[Verdict]:
@@ -131,21 +133,21 @@ def measure_deviations(own: Sequence[Verdict]) -> list[float]:
     return list(found.values())
 
 
-def _compare_speeds(contest: Contest, measured: Sequence[Speeds]) -> str:
+def _compare_speeds(comparison: Comparison, measured: Sequence[Speeds]) -> str:
     """A row for each device, batch and image size: time and memory of the model, and of the baseline with the ratios."""
-    (our_model, ours), (their_model, theirs) = contest.ours, contest.theirs
+    (our_model, ours), (their_model, theirs) = comparison.ours, comparison.theirs
     rows, notes = [], []
     for speeds in measured:
         name = f"{str(speeds.group).partition(': ')[2]}, commit {speeds.source.commit}{speeds.group.caveat}"
-        ratios, memory = speeds.find_ratios(contest), speeds.find_memory(contest)
-        for size in sorted(contest.sizes, reverse=True):
+        ratios, memory = speeds.find_ratios(comparison), speeds.find_memory(comparison)
+        for size in sorted(comparison.sizes, reverse=True):
             row = [name, f"{size}²", _format_row(speeds.rows.get((our_model, None, size)))]
             for attention in ATTENTIONS:
                 against = ", ".join(filter(None, (each[attention].get(size) for each in (ratios, memory))))
                 shown = _format_row(speeds.rows.get((their_model, attention, size)))
                 row.append(f"{shown}: {against}" if against else shown)
             rows.append(row)
-        notes.append(speeds.describe_sides(contest))
+        notes.append(speeds.describe_sides(comparison))
     head = [f"{theirs}, {attention} attention: {ours}'s speed and memory against it" for attention in ATTENTIONS]
     said = "In parentheses: the ratios of the ends of both rows' ranges over processes. "
     said += f"{'; '.join(dict.fromkeys(notes))}."
@@ -247,16 +249,16 @@ def _orderings(report: Report) -> list[Row]:
     return rows
 
 
-def _contest_picture(report: Report) -> str:
+def _comparison_picture(report: Report) -> str:
     """The picture of the baseline comparison and its caption; empty where its rows were not measured."""
-    contest = report.paper.contest
-    if (speeds := find_speeds(contest, report.results)) is None:
+    comparison = report.paper.comparison
+    if (speeds := find_speeds(comparison, report.results)) is None:
         return ""
-    text = f"{contest.title}: time and peak memory over the image size. {speeds.scope} ("
-    crossings = speeds.describe_crossings(contest)
+    text = f"{comparison.title}: time and peak memory over the image size. {speeds.scope} ("
+    crossings = speeds.describe_crossings(comparison)
     end = ")." if speeds.source.stage else f", {OUTSIDE})."
     caption = f"{text}`{speeds.source.path}`{end} {crossings}".rstrip()
-    return join([picture(f"figures/{contest.picture}", contest.title), caption])
+    return join([picture(f"figures/{comparison.picture}", comparison.title), caption])
 
 
 def _format_row(row: Mapping[str, Any] | None) -> str:

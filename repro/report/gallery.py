@@ -13,7 +13,7 @@ from ..core.speeds import HOST, bound_ratio
 from .claims import Report
 from .dense import plan_dense
 from .markdown import join, picture
-from .paper import ATTENTIONS, Contest, Drawings
+from .paper import ATTENTIONS, Comparison, Drawings
 from .records import Source, describe_origin, group_by
 from .results import Results, SpeedGroup
 from .variants import plan_figures
@@ -58,7 +58,7 @@ def picture_blocks(name: str, alt: str, sources: Sequence[Source], report: Repor
 
 def list_drawings(report: Report) -> Drawings:
     """All pictures that the report draws from records."""
-    return {**plan_figures(report), **plan_contest(report), **plan_dense(report), **report.paper.drawings(report)}
+    return {**plan_figures(report), **plan_comparison(report), **plan_dense(report), **report.paper.drawings(report)}
 
 
 def list_pictures(results: Results, pattern: str) -> list[str]:
@@ -85,34 +85,34 @@ class Speeds:
     source: Source
     rows: Mapping[tuple[str, str | None, int], Mapping[str, Any]]  # by registered name, attention and image size
 
-    def find_ratios(self, contest: Contest) -> dict[str, dict[int, str]]:
+    def find_ratios(self, comparison: Comparison) -> dict[str, dict[int, str]]:
         """Attention of the baseline -> image size -> how many times as fast the model is, in words, with the ratios of
         the ends of both ranges; `HOST` where a time is the host's.
         """
         found: dict[str, dict[int, str]] = {attention: {} for attention in ATTENTIONS}
-        for attention, size, ours, theirs in self._pair(contest):
+        for attention, size, ours, theirs in self._pair(comparison):
             if ratio := bound_ratio(ours, theirs):
                 found[attention][size] = format_ratio(*ratio)
             elif HOST in (ours["host"], theirs["host"]):
                 found[attention][size] = HOST
         return found
 
-    def find_memory(self, contest: Contest) -> dict[str, dict[int, str]]:
+    def find_memory(self, comparison: Comparison) -> dict[str, dict[int, str]]:
         """Attention of the baseline -> image size -> how much more or less memory the model takes, in words."""
         found: dict[str, dict[int, str]] = {attention: {} for attention in ATTENTIONS}
-        for attention, size, ours, theirs in self._pair(contest):
+        for attention, size, ours, theirs in self._pair(comparison):
             if ours["peak_memory_mib"] and theirs["peak_memory_mib"]:
                 more = 100 * (ours["peak_memory_mib"] / theirs["peak_memory_mib"] - 1)
                 found[attention][size] = f"{abs(more):.0f} % {'more' if more > 0 else 'less'} memory"
         return found
 
-    def describe_crossings(self, contest: Contest) -> str:
+    def describe_crossings(self, comparison: Comparison) -> str:
         """The crossing of the model's line below the baseline's beyond doubt, in words: the measured sizes on
         either side of it, or that there is none. Empty where too few sizes have ranges over processes.
         """
         said = []
         for key, name in {"latency_ms": "in time", "peak_memory_mib": "in memory"}.items():
-            ratios = [(each, size, bound_ratio(*rows, key)) for each, size, *rows in self._pair(contest)]
+            ratios = [(each, size, bound_ratio(*rows, key)) for each, size, *rows in self._pair(comparison)]
             places = []
             for attention in ATTENTIONS:
                 ends = {size: ratio.ends for each, size, ratio in ratios if each == attention and ratio and ratio.ends}
@@ -120,24 +120,24 @@ class Speeds:
                     places.append(f"{where} ({attention} attention)")
             if places:
                 said.append(f"{name}, {' and '.join(places)}")
-        line = f"{contest.ours[1]}'s line lies below {contest.theirs[1]}'s"
+        line = f"{comparison.ours[1]}'s line lies below {comparison.theirs[1]}'s"
         return f"{line}, by more than processes differ: {'; '.join(said)}." if said else ""
 
-    def describe_sides(self, contest: Contest) -> str:
+    def describe_sides(self, comparison: Comparison) -> str:
         """The state of either side, compiled, frozen or neither, and the device, in words."""
         said = []
-        for (name, label), is_frozen in ((contest.ours, contest.frozen), (contest.theirs, False)):
+        for (name, label), is_frozen in ((comparison.ours, comparison.frozen), (comparison.theirs, False)):
             row = next(row for (of, *_), row in self.rows.items() if of == name)
             words = [*([_COMPILED[row["compile"]]] if row.get("compile") else []), *_BACKENDS.get(row["backend"], [])]
             how = " and ".join([*words, *(["frozen weights"] if is_frozen else [])])
             said.append(f"{label} has {how}" if how else f"{label} is neither compiled nor frozen")
         return f"{', '.join(said)} ({self.group.device.partition(': ')[2]})"
 
-    def _pair(self, contest: Contest) -> Iterator[tuple[str, int, Mapping[str, Any], Mapping[str, Any]]]:
+    def _pair(self, comparison: Comparison) -> Iterator[tuple[str, int, Mapping[str, Any], Mapping[str, Any]]]:
         """Attention of the baseline, image size, and the rows of the model and of the baseline."""
         for (name, attention, size), theirs in self.rows.items():
-            ours = self.rows.get((contest.ours[0], None, size))
-            if name == contest.theirs[0] and attention in ATTENTIONS and ours is not None:
+            ours = self.rows.get((comparison.ours[0], None, size))
+            if name == comparison.theirs[0] and attention in ATTENTIONS and ours is not None:
                 yield attention, size, ours, theirs
 
     @property
@@ -161,34 +161,34 @@ def _place_crossing(ends: Mapping[int, tuple[float, float]]) -> str | None:
     return f"from between {max(above)}² and {start}² on" if above else f"from {start}² on"
 
 
-def plan_contest(report: Report) -> Drawings:
+def plan_comparison(report: Report) -> Drawings:
     """The picture of a paper's baseline comparison, if its rows were measured."""
-    contest = report.paper.contest
-    if (speeds := find_speeds(contest, report.results)) is None:
+    comparison = report.paper.comparison
+    if (speeds := find_speeds(comparison, report.results)) is None:
         return {}
-    rows = {line: [row for key, row in speeds.rows.items() if key[:2] == of] for line, of in contest.series.items()}
+    rows = {line: [row for key, row in speeds.rows.items() if key[:2] == of] for line, of in comparison.series.items()}
     series = {line: own for line, own in rows.items() if own}
-    title = f"{contest.title} ({speeds.group}, {speeds.group.mode})"
+    title = f"{comparison.title} ({speeds.group}, {speeds.group.mode})"
 
     def draw(path: Path) -> None:
         against_resolution(path, series, title, ("latency_ms", "peak_memory_mib"))
 
-    return {contest.picture: ([speeds.source], draw)}
+    return {comparison.picture: ([speeds.source], draw)}
 
 
-def find_speeds(contest: Contest | None, results: Results) -> Speeds | None:
+def find_speeds(comparison: Comparison | None, results: Results) -> Speeds | None:
     """The record that a picture shows: the best of `find_all_speeds`, among equals a GPU's."""
-    return max(find_all_speeds(contest, results), key=partial(_rank, contest), default=None)
+    return max(find_all_speeds(comparison, results), key=partial(_rank, comparison), default=None)
 
 
-def find_all_speeds(contest: Contest | None, results: Results) -> list[Speeds]:
+def find_all_speeds(comparison: Comparison | None, results: Results) -> list[Speeds]:
     """The best record of inference for each kind of device and batch size: a GPU's first, then large batches.
 
     The best has most of the comparison's image sizes; among equals, most rows.
     """
-    if contest is None:
+    if comparison is None:
         return []
-    models = set(contest.series.values())
+    models = set(comparison.series.values())
     candidates: dict[tuple[SpeedGroup, str], Speeds] = {}
     for group, rows in results.speed_rows.items():
         for row, source in rows:
@@ -197,12 +197,12 @@ def find_all_speeds(contest: Contest | None, results: Results) -> list[Speeds]:
             if group.mode == "infer" and key in models and height == width:
                 found = candidates.setdefault((group, source.path), Speeds(group, source, {}))
                 found.rows[(*key, height)] = row
-    names = {contest.ours[0], contest.theirs[0]}
+    names = {comparison.ours[0], comparison.theirs[0]}
     both = [speeds for speeds in candidates.values() if {name for name, _, _ in speeds.rows} == names]
     kinds = group_by(both, lambda speeds: (speeds.is_gpu, speeds.group.batch_size))
-    return [max(kinds[kind], key=partial(_rank, contest)) for kind in sorted(kinds, reverse=True)]
+    return [max(kinds[kind], key=partial(_rank, comparison)) for kind in sorted(kinds, reverse=True)]
 
 
-def _rank(contest: Contest, speeds: Speeds) -> tuple:
-    wanted = sum((*model, size) in speeds.rows for model in contest.series.values() for size in contest.sizes)
+def _rank(comparison: Comparison, speeds: Speeds) -> tuple:
+    wanted = sum((*model, size) in speeds.rows for model in comparison.series.values() for size in comparison.sizes)
     return wanted, len(speeds.rows), speeds.is_gpu, speeds.source.path

@@ -150,7 +150,7 @@ def _render(file: Path, report: Report, reports: Sequence[Report], **more: Calla
         # `places` of the paper's ablations, or the subject that its numbers are `about`, in words
         "find_words": lambda report, what: getattr(paper.ablations, what),
         "links": lambda report: _link_pages(reports or (report,)),
-        "room": lambda report: render_template(paper.text, report, paper.parts) if paper.text else "",
+        "own_sections": lambda report: render_template(paper.text, report, paper.parts) if paper.text else "",
         "shared_counts": lambda report: comparison.shared_counts(reports) if paper.primary else "",
         "list_errata": lambda report: list_errata(reports),
     }
@@ -165,7 +165,7 @@ def _link_pages(reports: Iterable[Report]) -> str:
 
 
 def build_passages(report: Report) -> list[Passage]:
-    """Each passage that a paper's room declares."""
+    """Each passage that a paper declares."""
     return [
         (file, marker, build(report))
         for file, passages in report.paper.passages.items()

@@ -1,4 +1,4 @@
-"""The report's interface to a paper: each room of `repro.papers` declares one `Paper`."""
+"""The report's interface to a paper: each package of `repro.papers` declares one `Paper`."""
 
 import dataclasses
 import fnmatch
@@ -91,7 +91,7 @@ class Question:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Contest:
+class Comparison:
     """The paper's model against the baseline of its claims on speed, with fused and unfused attention."""
 
     ours: tuple[str, ...]  # (registered name, label)
@@ -135,9 +135,9 @@ class Ablations:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class About:
-    """The content of a room's paper.yaml."""
+    """The content of a package's paper.yaml."""
 
-    id: str  # the name of the room
+    id: str  # the name of the package
     name: str  # the paper's short name
     model: str  # its model's name
     primary: bool = False  # whether results/tables.md is its page; the pages of the others are results/papers/<id>.md
@@ -149,14 +149,14 @@ class About:
     families: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
     headlines: tuple[str, ...] = ()  # the beginnings of the ids of the claims that are shown first
     questions: tuple[Question, ...] = ()  # the questions that its page answers first
-    contest: Contest | None = None
+    comparison: Comparison | None = None
     ablations: Ablations | None = None
     figures: tuple[Figure, ...] = ()  # in the paper's order
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Paper(About):
-    """One paper: the declarations of its room, and its functions."""
+    """One paper: the declarations of its package, and its functions."""
 
     ledger_file: Path  # its ledger.yaml
     # gives the functions of its ledger's expressions by name; it may import heavy packages
@@ -209,22 +209,22 @@ class Paper(About):
 
 
 def load_paper(package: str, parts: Sequence[ModuleType] = (), **more: Any) -> Paper:
-    """The paper of a room, a package with paper.yaml, ledger.yaml and, where its page says more, page.md.
+    """Load the paper of a package with paper.yaml, ledger.yaml and, where its page says more, page.md.
 
     The ledger's expressions may call the functions of its module `formulas`, which loads PyTorch, and its texts those of
     `parts`. `more`: further fields of `Paper`. An unknown key of paper.yaml is a `UserError`.
     """
-    room = Path(str(importlib.resources.files(package)))
-    text, has_formulas = room / "page.md", (room / "formulas.py").is_file()
-    about = build(About, load_yaml(room / "paper.yaml"), f"{room.name}/paper.yaml")
-    if (file := room / "variants.yaml").is_file():
-        declared, where = load_yaml(file), f"{room.name}/{file.name}"
+    folder = Path(str(importlib.resources.files(package)))
+    text, has_formulas = folder / "page.md", (folder / "formulas.py").is_file()
+    about = build(About, load_yaml(folder / "paper.yaml"), f"{folder.name}/paper.yaml")
+    if (file := folder / "variants.yaml").is_file():
+        declared, where = load_yaml(file), f"{folder.name}/{file.name}"
         suites = tuple(build(Suite, suite, f"{where}: suites") for suite in declared["suites"])
         tables = (build(VariantTable, {"place": place, **table}, where) for place, table in declared["tables"].items())
         more = {"suites": suites, "compared": tuple(tables), "uncompared": tuple(declared.get("uncompared", ()))} | more
     return Paper(
         **vars(about),
-        ledger_file=room / "ledger.yaml",
+        ledger_file=folder / "ledger.yaml",
         text=text if text.is_file() else None,
         formulas=(lambda: list_functions(importlib.import_module(f"{package}.formulas"))) if has_formulas else dict,
         parts=list_functions(*parts),

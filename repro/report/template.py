@@ -90,12 +90,12 @@ def name_device(report: Report, kind: str) -> str:
 
 def _compare(report: Report, kind: str, what: str, size: int, attention: str) -> str:
     speeds = _find_speeds(report, kind)
-    return getattr(speeds, what)(report.paper.contest)[attention].get(size, "–") if speeds else "not measured"
+    return getattr(speeds, what)(report.paper.comparison)[attention].get(size, "–") if speeds else "not measured"
 
 
 def _find_speeds(report: Report, kind: str) -> Any:
     """The rows of a kind of device with the largest batch, in which the host's share is least."""
-    every = find_all_speeds(report.paper.contest, report.results)
+    every = find_all_speeds(report.paper.comparison, report.results)
     return next((speeds for speeds in every if speeds.is_gpu == (kind == "GPU")), None)
 
 

@@ -9,7 +9,7 @@ import repro.models  # noqa: F401
 from kernels import ttt_linear, ttt_linear_bidir
 from kernels.ttt_linear.reference import Arguments
 from repro.inference.inner import OverrideTTTLinear
-from repro.inference.probes import InnerLosses, Probe, change_options, has_ladder, inner_loop
+from repro.inference.probes import InnerLosses, Probe, change_options, has_inner_loop, inner_loop
 from repro.models import lact, vit3
 from repro.models.registry import build_model
 from tests.models.helpers import shaken
@@ -151,5 +151,5 @@ def test_a_probe_changes_one_option():
 
 
 def test_only_ladders_are_probed_here():
-    assert has_ladder("lact_tiny_patch16_224") and has_ladder("ladder_vit3_base_patch16_224")
-    assert not has_ladder("ladder_vittt_tiny_patch16_224") and not has_ladder("vit3_tiny_patch16_224")
+    assert has_inner_loop("lact_tiny_patch16_224") and has_inner_loop("ladder_vit3_base_patch16_224")
+    assert not has_inner_loop("ladder_vittt_tiny_patch16_224") and not has_inner_loop("vit3_tiny_patch16_224")

@@ -4,7 +4,7 @@ import pytest
 
 from repro.bench.build import build_eval_model
 from repro.bench.flops import cost, counted_macs
-from repro.models.fast_weights import LADDER
+from repro.models.fast_weights import LACT_STEPS
 from repro.models.inner import LOSSES, MODELS
 from tests.models.helpers import count, nano_name
 
@@ -34,7 +34,7 @@ CLOSED_FORMS = [
     ("lact", {"inner_ratio": 2.0}, SQUARE),
     *(
         ("lact", {"step": step, "order": order, "inner_steps": 2, "chunk_size": 20}, SQUARE[:1])
-        for step in LADDER
+        for step in LACT_STEPS
         for order in ("before", "after", "end")
     ),
     ("softvittt", {"num_heads": 4}, SQUARE),

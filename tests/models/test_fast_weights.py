@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from timm import create_model
 
-from repro.models.fast_weights import LADDER, choose_form, decay_matrix, find_obstacle, learn, learn_in_parallel
+from repro.models.fast_weights import LACT_STEPS, choose_form, decay_matrix, find_obstacle, learn, learn_in_parallel
 from repro.models.inner import InnerLoop, read_out
 from repro.models.inner import learn as learn_recurrently
 from repro.models.lact import FastWeights
@@ -15,14 +15,14 @@ from repro.models.muon import newton_schulz
 from tests.models.helpers import assert_official_part, below, read_data, relative
 
 NAMES = {"to_qkv": "qkv", "o_proj": "proj", "c_proj": "proj", "lr_proj": "rates", "lr_fc": "rates", "o_norm": "norm"}
-REDUCIBLE = [name for name, options in LADDER.items() if find_obstacle(InnerLoop(**options)) is None]
+REDUCIBLE = [name for name, options in LACT_STEPS.items() if find_obstacle(InnerLoop(**options)) is None]
 CAUSAL = {"order": "before", "chunk_size": 8}
 GRID = (1, 0)  # which no learner here reads
 RELEASED = (0, 2, 1)  # places of our weights among those of the releases, W0, W1 and W2, which are (outputs, inputs)
 
 
 def lact(step: str = "own", **changes) -> InnerLoop:
-    return InnerLoop(**{**LADDER[step], **changes})
+    return InnerLoop(**{**LACT_STEPS[step], **changes})
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_its_gradients_are_the_releases(reference):
         assert relative(found.reshape(expected.shape), expected) < 1e-4, name
 
 
-@pytest.mark.parametrize("name", [name for name in LADDER if name != "own"])
+@pytest.mark.parametrize("name", [name for name in LACT_STEPS if name != "own"])
 def test_each_step_of_the_ladder_is_that_of_the_papers_code(reference, name):
     weights, tokens, rates, factors = causal(reference)
     loop = lact(name, **CAUSAL)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from repro.models.fast_weights import LADDER, choose_form
+from repro.models.fast_weights import LACT_STEPS, choose_form
 from repro.models.inner import InnerLoop
 from repro.models.muon import newton_schulz
 from repro.models.pyramid import build_pyramid
@@ -96,7 +96,7 @@ OTHERS = [
     (lambda: build_model("dit_nano_patch4", img_size=32, drop_path_rate=0.1), "cannot be built with .*drop_path_rate"),
     (lambda: newton_schulz(torch.randn(5), "lact"), "is a vector; use muon none"),
     (lambda: newton_schulz(torch.randn(2, 1, 5), "lact"), "is a vector; use muon none"),
-    (lambda: choose_form(InnerLoop(**LADDER["own"]), "paralel", torch.device("cpu")), "did you mean 'parallel'"),
+    (lambda: choose_form(InnerLoop(**LACT_STEPS["own"]), "paralel", torch.device("cpu")), "did you mean 'parallel'"),
 ]
 
 

@@ -261,7 +261,7 @@ def test_the_table_of_learners_says_yes_where_the_code_has_a_parallel_form():
     rows = re.findall(r"^\| LaCT(?:, (V\d))? \|.*\| (yes|no)[:;][^|]*\|[^|]*\|$", page, re.M)
     said = {step.lower() or "own": word for step, word in rows}
     assert said.keys() == {"own", *(f"v{number}" for number in range(1, 7))}
-    loops = {step: inner.InnerLoop(**fast_weights.LADDER[step]) for step in said}
+    loops = {step: inner.InnerLoop(**fast_weights.LACT_STEPS[step]) for step in said}
     assert said == {step: "no" if fast_weights.find_obstacle(loop) else "yes" for step, loop in loops.items()}
 
 

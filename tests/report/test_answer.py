@@ -79,15 +79,15 @@ def test_speed_is_said_for_us_and_against_us_with_its_device(checkout):
 def test_the_record_with_most_rows_is_shown_and_among_equals_a_gpus(checkout):
     speeds(checkout, path="efficiency", rows=ROWS[:2])
     speeds(checkout)
-    contest = checkout.paper.contest
-    assert find_speeds(contest, checkout.results()).source.path == "results/speed/cpu.csv"
+    comparison = checkout.paper.comparison
+    assert find_speeds(comparison, checkout.results()).source.path == "results/speed/cpu.csv"
     speeds(checkout, device=checkout.H200, path="a_gpu", rows=ROWS[:3])
-    assert find_speeds(contest, checkout.results()).group.device == checkout.CPU
+    assert find_speeds(comparison, checkout.results()).group.device == checkout.CPU
     speeds(checkout, device=checkout.H200, path="a_gpu")
-    assert find_speeds(contest, checkout.results()).group.device == checkout.H200
+    assert find_speeds(comparison, checkout.results()).group.device == checkout.H200
     assert "No GPU" not in speed_blocks(checkout.report())
     speeds(checkout, device=checkout.H200, path="a_gpu", mode="train")
-    assert find_speeds(contest, checkout.results()).group.device == checkout.CPU
+    assert find_speeds(comparison, checkout.results()).group.device == checkout.CPU
 
 
 SIDES = (224, 384, 640, 1280)

@@ -68,7 +68,7 @@ def test_the_ledgers_rows_are_those_of_claims_csv(checkout):
     checkout.count(t=("vittt_tiny_patch16_224", {}, 224, 6_983_116, 1.4575))
     checkout.write("dvc.yaml", "stages: {pretrain: {cmd: repro pretrain}, ablate: {cmd: repro ablate}}\n")
     elements = Elements(page(checkout))
-    others = {f"{room}-": f"papers/{room}.claims" for room in ("kv_binding", "linearize", "vit3")}
+    others = {f"{name}-": f"papers/{name}.claims" for name in ("kv_binding", "linearize", "vit3")}
     files = {key: checkout.read(f"results/{file}.csv") for key, file in {"": "claims", **others}.items()}
     claims = {key: list(csv.DictReader(text.splitlines(keepends=True))) for key, text in files.items()}
     entries = [(f"{key}entry-{entry['id']}", entry) for key, rows in claims.items() for entry in rows]

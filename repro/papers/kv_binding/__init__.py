@@ -1,1 +1,1 @@
-"""The room of "Test-Time Training with KV Binding Is Secretly Linear Attention"."""
+"""The paper "Test-Time Training with KV Binding Is Secretly Linear Attention"."""

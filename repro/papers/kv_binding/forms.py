@@ -14,7 +14,7 @@ from ...report.records import Source, describe_origin, group_by
 from ...report.results import Missing
 
 PICTURE = "kv_binding_forms.png"
-_STEPS = ("own", "v1", "v2", "v3", "v4", "v5", "v6")  # of the ladder
+_STEPS = ("own", "v1", "v2", "v3", "v4", "v5", "v6")  # of LaCT, towards linear attention
 NAMES = {
     **{f"lact_{step}": f"LaCT, {step.upper() if step != 'own' else 'unchanged'}" for step in _STEPS},
     "vittt_own": "Vittt, unchanged (LayerNorm)",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.ttt_linear.plain import ttt_linear_plain
 
-from ...models.fast_weights import LADDER
+from ...models.fast_weights import LACT_STEPS
 from ...models.inner import NORM_EPS, InnerLoop, learn
 from ...models.muon import newton_schulz
 from ...models.vit3 import InnerTraining
@@ -38,7 +38,7 @@ def draw_lact(step: str, **changes: Any) -> tuple:
     Returns:
         (loop, initial weights, (q, k, v), rates or None, momentum or None); q, k, v are (1, 1, T, d).
     """
-    loop = InnerLoop(**{**LADDER[step], "chunk_size": CHUNK, **changes})
+    loop = InnerLoop(**{**LACT_STEPS[step], "chunk_size": CHUNK, **changes})
     q, k, v, first, last, second = draw_operands()
     generator = torch.Generator().manual_seed(1)
     rates = momentum = None

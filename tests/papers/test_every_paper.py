@@ -1,4 +1,4 @@
-"""What holds in the room of every paper: its variants are judged by one rule, and they depend on no report."""
+"""What holds of every paper: its variants are judged by one rule, and they depend on no report."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from repro.models.registry import build_model
-from repro.papers import find_rooms, load_papers
+from repro.papers import find_packages, load_papers
 from repro.report.ledger import load_ledger
 from repro.report.pages import build_document
 from repro.report.results import Results
@@ -18,7 +18,7 @@ from tests.papers.conftest import load_variants, read_key
 from tests.report.conftest import JUDGE, SCORES
 from tests.slow import first
 
-# room -> the suite on digits whose variants share a recipe
+# package -> the suite on digits whose variants share a recipe
 SUITES = {
     "vision_ttt": "ablate/{variant}_digits_7s",
     "kv_binding": "ablate/kv_{variant}_digits_5s",
@@ -26,12 +26,12 @@ SUITES = {
     "vit3": "ablate/study_{variant}_digits_5s",
 }
 FROZEN = {"freeze": True, "init": {"weights": "w", "weights_hash": "ab"}}
-# room, table, model, its variants from the paper's worst to its best, how many pairs are ordered, further metrics
+# package, table, model, its variants from the paper's worst to its best, how many pairs are ordered, further metrics
 STUDY, T5, LACT = "study_nano_patch4_32", "t5_nano_patch4_32", "lact_nano_patch4_32"
 NORMS = ["norm_none", "no_mean", "layer", "rms", "no_std", "dwc_qk"]
 INNER = [f"{name}_frozen" for name in ("projqk", "gate", "2layer", "3layer", "swiglu")]
 STEPS = [f"lact_{step}" for step in ("own", "v2", "v3", "v4", "v5", "v6", "v1")]
-LADDERS = [
+ORDERED = [
     ("vit3", "Table 1", STUDY, ["mae", "smooth_l1", "rmse", "mlp", "mse"], 10, {}),
     ("linearize", "Table 2", T5, NORMS, 11, {}),
     ("linearize", "Table 1, frozen", T5, INNER, 10, FROZEN),
@@ -67,19 +67,19 @@ kv_binding table2.top1_percent 79.63 79.63 79.39 79.39 79.39 79.54
 kv_binding table2_recurrent.tokens_m_per_s 10.60 11.02 12.95 13.31 14.40 89.67
 kv_binding table2_parallel.tokens_m_per_s 30.18 49.69 53.99 57.28 124.6
 """
-# room -> variants, those that differ in their options, and how many pairs each table orders
+# package -> variants, those that differ in their options, and how many pairs each table orders
 VARIANTS = {
     "vision_ttt": (17, 17, [15, 10, 5, 3]),
     "kv_binding": (26, 15, [3, 3, 6]),
     "linearize": (21, 16, [15, 10, 11, 15]),
     "vit3": (31, 31, [10, 6, 6, 9, 6, 5, 3, 8, 5]),
 }
-BUILT = [(room, name) for room in ("vit3", "linearize") for name in load_papers()[room].variants]
+BUILT = [(package, name) for package in ("vit3", "linearize") for name in load_papers()[package].variants]
 
 
-def test_rooms_are_found_by_lying_there_and_load_nothing_heavy():
+def test_packages_are_found_by_lying_there_and_load_nothing_heavy():
     assert list(load_papers()) == ["vision_ttt", "kv_binding", "linearize", "vit3"]
-    assert find_rooms() == ["kv_binding", "linearize", "vision_ttt", "vit3"]
+    assert find_packages() == ["kv_binding", "linearize", "vision_ttt", "vit3"]
     heavy = "{'torch', 'timm', 'pandas', 'matplotlib', 'scipy', 'numpy'}"
     code = f"import sys; from repro.papers import load_papers; load_papers(); assert not {heavy} & set(sys.modules), sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -87,26 +87,26 @@ def test_rooms_are_found_by_lying_there_and_load_nothing_heavy():
 
 @pytest.mark.parametrize("line", PRINTED.strip().splitlines(), ids=lambda line: " ".join(line.split()[:2]))
 def test_numbers_of_the_ledgers_are_those_of_the_texts(line):
-    room, where, *printed = line.split()
+    package, where, *printed = line.split()
     name, key = where.split(".")
-    table = load_papers()[room].ledger.table(name)
+    table = load_papers()[package].ledger.table(name)
     row = table.records.get(key)
     values = [row[column] for column in table.columns] if row else [each[key] for each in table.records.values()]
     assert values[-len(printed) :] == printed
 
 
-@pytest.mark.parametrize("room", load_papers())
-def test_the_variants_and_their_orders_are_those_of_the_tables(room):
+@pytest.mark.parametrize("package", load_papers())
+def test_the_variants_and_their_orders_are_those_of_the_tables(package):
     """A row of the ledger asks for the model of its variant, and no order is against the printed numbers."""
-    paper = load_papers()[room]
-    options = {name: params.options for name, params in load_variants(paper, SUITES[room]).items()}
+    paper = load_papers()[package]
+    options = {name: params.options for name, params in load_variants(paper, SUITES[package]).items()}
     orders = {
         table.place: [*find_orders(table, paper.ledger), *(pair[::-1] for pair in table.margins)]
         for table in paper.compared
     }
     different = {json.dumps(each, sort_keys=True) for each in options.values()}
     assert options.keys() == set(paper.variants)
-    assert (len(options), len(different), [len(pairs) for pairs in orders.values()]) == VARIANTS[room]
+    assert (len(options), len(different), [len(pairs) for pairs in orders.values()]) == VARIANTS[package]
     for where in paper.compared:
         place, pairs = where.place, orders[where.place]
         table_rows = {name: row for name, row in where.rows.items() if row}
@@ -120,15 +120,15 @@ def test_the_variants_and_their_orders_are_those_of_the_tables(room):
             assert len(printed) < 2 or printed[0] > printed[1], (place, pair)
 
 
-@pytest.mark.parametrize(("room", "name"), first(BUILT, 3))
-def test_every_variant_is_a_model_at_the_recipe_of_its_suite(room, name):
-    params = load_variants(load_papers()[room], SUITES[room])[name]
+@pytest.mark.parametrize(("package", "name"), first(BUILT, 3))
+def test_every_variant_is_a_model_at_the_recipe_of_its_suite(package, name):
+    params = load_variants(load_papers()[package], SUITES[package])[name]
     model = build_model(params.model, num_classes=10, img_size=params.transform.image_size, **params.options)
     assert params.data == "digits" and model.grid_size == (8, 8)
 
 
 @pytest.mark.parametrize(
-    ("room", "formula", "arguments"),
+    ("package", "formula", "arguments"),
     [
         ("kv_binding", "identity_error", ("eq5",)),
         ("kv_binding", "theorem_error", ("eq5",)),
@@ -139,28 +139,28 @@ def test_every_variant_is_a_model_at_the_recipe_of_its_suite(room, name):
         ("vit3", "identity_error", ("eq5",)),
     ],
 )
-def test_formulas_refuse_a_name_that_is_none(room, formula, arguments):
+def test_formulas_refuse_a_name_that_is_none(package, formula, arguments):
     with pytest.raises(ValueError, match="'eq5': no .*; they are "):
-        load_papers()[room].formulas()[formula](*arguments)
+        load_papers()[package].formulas()[formula](*arguments)
 
 
 @pytest.mark.parametrize(
-    ("room", "place", "model", "ladder", "pairs", "more"), LADDERS, ids=lambda each: str(each)[:20]
+    ("package", "place", "model", "ordered", "pairs", "more"), ORDERED, ids=lambda each: str(each)[:20]
 )
-def test_trained_variants_are_judged_by_one_rule(checkout, room, place, model, ladder, pairs, more):
+def test_trained_variants_are_judged_by_one_rule(checkout, package, place, model, ordered, pairs, more):
     """Three seeds whose accuracies are in the paper's order, four points apart."""
-    paper = load_papers()[room]
-    variants = load_variants(paper, SUITES[room])
-    for rank, name in enumerate(ladder):
+    paper = load_papers()[package]
+    variants = load_variants(paper, SUITES[package])
+    for rank, name in enumerate(ordered):
         about = {"options": variants[name].options, "image_size": 32, "epochs": 8, "macs_g": 1.0, **more}
-        record = f"replications/cpu/{SUITES[room].format(variant=name)}"
+        record = f"replications/cpu/{SUITES[package].format(variant=name)}"
         top1 = tuple(60 + 4 * rank + noise for noise in (0.0, 0.1, 0.2))
         checkout.train(record, model, "digits", held_out_images=100_000, top1=top1, **about)
     results = Results(checkout.paths, [checkout.paper, paper], SCORES)
     (group,) = find_groups(results, paper)
     where = next(table for table in paper.compared if table.place == place)
     found = judge_group(group, where, paper.ledger)
-    assert set(group.variants) == set(ladder)
+    assert set(group.variants) == set(ordered)
     assert (found.word, len(found.pairs), found.tau) == ("ordering seen", pairs, 1.0)
     page = build_document(JUDGE(paper, results))
     assert "**ordering seen**" in page and page.startswith(f"# {paper.name}: ")
@@ -186,7 +186,7 @@ def test_an_answer_to_what_is_no_entry_is_refused(tmp_path):
         load_ledger(file)
 
 
-@pytest.mark.parametrize("module", ["stages.ablate", *(f"repro.papers.{room}.recipe" for room in load_papers())])
+@pytest.mark.parametrize("module", ["stages.ablate", *(f"repro.papers.{package}.recipe" for package in load_papers())])
 def test_what_a_stage_trains_depends_on_no_report(module):
     assert not [file for file in import_closure(ROOT, [module]) if "repro/report" in file]
 
