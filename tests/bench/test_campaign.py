@@ -51,6 +51,13 @@ def test_a_broken_step_costs_itself_alone(tmp_path, capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.fixture
+def here(monkeypatch):
+    """Steps run in this process, which spares each the start of another."""
+    monkeypatch.setattr(campaign, "_run_apart", lambda step, *given: campaign._run(*given, step)[0])
+
+
+@pytest.mark.usefixtures("here")
 def test_a_step_that_is_complete_is_not_taken_again_until_all_are(tmp_path, monkeypatch):
     """The second of three runs out of time once; then all is done, and the next call begins anew."""
     monkeypatch.setattr(campaign, "SHORTEST_S", 0.0)
@@ -68,6 +75,7 @@ def note(folder, paths, minutes, began):
     return len((folder / "began.txt").read_text().splitlines()) > 2
 
 
+@pytest.mark.usefixtures("here")
 def test_all_calls_of_a_campaign_are_told_one_time_since_which_rows_count(tmp_path):
     steps = tuple(CampaignStep(name, "a test", partial(note, tmp_path)) for name in ("one", "another"))
     assert not run_campaign(Paths(tmp_path), steps=steps)

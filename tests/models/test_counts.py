@@ -33,7 +33,7 @@ CLOSED_FORMS = [
     ("t5", {"inner": "3layer", "dwc": "v", "neighbours": 3, "mlp_ratio": 3.0, "num_classes": 0}, SQUARE),
     ("lact", {"inner_ratio": 2.0}, SQUARE),
     *(
-        ("lact", {"step": step, "order": order, "inner_steps": 2, "chunk_size": 20}, SQUARE[:1])
+        ("lact", {"step": step, "order": order, "inner_steps": 2, "chunk_size": 50}, SQUARE[:1])
         for step in LACT_STEPS
         for order in ("before", "after", "end")
     ),

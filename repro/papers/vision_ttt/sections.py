@@ -60,13 +60,10 @@ def estimate_gpu_hours(report: Report) -> str:
 
     A multiply-add is two operations, and the backward pass has twice those of the forward pass. Loading of data is
     assumed to cost nothing.
-
-    Raises:
-        Missing: a model is not counted.
     """
     counted = [report.verdicts[f"table1.vittt_{size}.macs_g"].ours for size in "tsb"]
     if None in counted:
-        raise Missing("not all of Vittt-T, S and B are counted", "dvc repro complexity")
+        return "an unknown number of"
     macs_g = sum(map(float, counted))
     operations = 3 * 2e9 * macs_g * SAID[PAPER_HAS]["epochs"] * TRAIN_IMAGES
     return f"{operations / (1e12 * PEAK_TFLOPS['H100'] * UTILISATION) / 3600:.0f}"

@@ -42,7 +42,7 @@ TWO_PASSES = triton_bwd.TwoPasses(
         (150, {"head_dim": 16, "reverse": (False,)}),
         (150, {"head_dim": 32, "reverse": (True,)}),
         (40, {"head_dim": 128}),
-        (700, {"heads": 1}),  # six groups of chunks: the backward pass starts from the states kept between them
+        slow(700, {"heads": 1}),  # six groups of chunks: the backward pass starts from the states kept between them
     ],
 )
 def test_other_widths_directions_and_groups(tokens, options):
@@ -80,6 +80,7 @@ def test_the_forward_pass_in_two_phases(tokens, options):
     assert_passes(small(tokens, 2, **options), config=TWO_PHASES)
 
 
+@pytest.mark.slow
 def test_tokens_that_are_alike():
     """In two phases and two launches, from chunk to chunk: the mean of Z, which rounding makes, does not grow."""
     options = {"config": TWO_PHASES, "backward_config": TWO_PASSES}
