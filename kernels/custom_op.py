@@ -170,7 +170,7 @@ class CustomOp:
         module, _ = self._modules(backend, x)
         out_shape, *states_shape = self._result_shapes(module, x, *keep_states)
         if states_shape and torch.compiler.is_exporting() and isinstance(states_shape[0][0], torch.SymInt):
-            # the number of states depends on the batch size, which a guard on that number would fix in the exported graph
+            # the number of states depends on the batch size, and a guard on it would fix that size in the graph
             states_shape = [(torch.library.get_ctx().new_dynamic_size(), *states_shape[0][1:])]
         leading = getattr(x, self.leading)
         out = leading.new_empty(out_shape, dtype=getattr(x, "out_dtype", leading.dtype))
