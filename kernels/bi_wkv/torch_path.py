@@ -33,8 +33,8 @@ from .reference import EMPTY, Arguments, check_decay
 
 _CHUNK = 8
 _BLOCK = 2**18  # elements of the token sums that are computed at once: scratch memory stays in the cache
-# Exponents are left out where a sequence's weights stay within 2^±_POWERS and |v| below 2^_VALUES. Both, and their product
-# with a gradient of any usual size, fit fp32's 2^±126.
+# Exponents are left out where a sequence's weights stay within 2^±_POWERS and |v| below 2^_VALUES. Both, and their
+# product with a gradient of any usual size, fit fp32's 2^±126.
 _POWERS, _VALUES = 60, 40
 
 
