@@ -44,6 +44,7 @@ def conv_norm(first, last, constant, tokens, weight, gamma, beta, out, height, e
             t = y * width + x
             total, normed = out[0, b, t], out[1, b, t]
             copy_row(constant, tokens[b, t], total)
+            # the bounds leave out taps beyond the edges, where the grid is padded with zeros
             for i in range(max(0, 1 - y), min(3, height + 1 - y)):
                 for j in range(max(0, 1 - x), min(3, width + 1 - x)):
                     add_scaled(constant, total, weight[i, j], tokens[b, t + (i - 1) * width + j - 1])

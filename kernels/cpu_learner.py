@@ -209,6 +209,7 @@ def learn_forward(
             if taps.size:
                 for i in range(_BEFORE):
                     if start:
+                        # the window of the first tokens reaches into the chunk before
                         copy_row(constant, raw[chunk + i], raw[i])
                     else:
                         raw[i] = 0

@@ -87,6 +87,7 @@ def sums_kernel(
         k, x, y = load_tokens(k_ptr + at, v_ptr + at, out_ptr + at, tokens, there, one, C, BLOCK_T, ADJOINT, WHOLE)
         m, a, b = sum_rows(w, 0, k, x, y)
         m_right, a_right, b_right = add_states(m_right, a_right, b_right, m - i * BLOCK_T * w, a, b)
+        # behind a block the last token is nearest: −w and the shift by BLOCK_T − 1 turn the distances round
         m, a, b = sum_rows(-w, 0, k, x, y)
         m_left, a_left, b_left = add_states(m_left - BLOCK_T * w, a_left, b_left, m - (BLOCK_T - 1) * w, a, b)
     if full * BLOCK_T < tokens:  # only in the last segment, which has no segment behind it

@@ -180,6 +180,7 @@ def backward(
     run_by_rows(points_kernel, arguments | to_points, points_config)
 
     ordered, order = cell_of_sample.sort(stable=True)
+    # one more than there are cells: the end of the last one
     starts = torch.searchsorted(ordered, torch.arange(B * M * cells + 1, dtype=index, device=device))
     taken = "dout_ptr", "locations_ptr", "weights_ptr", "S", "cells", "bucket", "M", "C", "L", "P", "WIDTH"
     arguments = {name: arguments[name] for name in taken} | {

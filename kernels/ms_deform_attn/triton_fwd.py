@@ -134,6 +134,7 @@ def shared_arguments(x: Arguments) -> dict[str, object]:
     B, Q, M, L, P = x.weights.shape
     _, S, _, C = x.value.shape
     sizes = {"rows": B * Q * M, "S": S, "Q": Q, "M": M, "C": C, "L": L, "P": P, "WIDTH": next_power_of_2(C)}
+    # sizes of levels that do not exist are 1; the kernels loop over L levels
     levels = dict(zip(SIZE_NAMES, [*x.shapes, *[1] * (len(SIZE_NAMES) - len(x.shapes))], strict=True))
     return {
         "value_ptr": x.value.contiguous(),

@@ -167,6 +167,7 @@ def _read_out(tile: Arguments, h: Tensor) -> Tensor:
 
 def _over_states(weights: Tensor, x: Tensor) -> Tensor:
     """Return Σ_n weights x: (b,L,R,N) and (b,L,R,N,E) -> (b,L,R,E)."""
+    # a single state needs no sum, only a product
     return weights * x.squeeze(-2) if weights.shape[-1] == 1 else (weights.unsqueeze(-2) @ x).squeeze(-2)
 
 

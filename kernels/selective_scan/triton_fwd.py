@@ -64,6 +64,7 @@ def softplus(x):
     """
     e = tl.exp2(tl.abs(x) * -LOG2E)
     w = 1.0 + e
+    # `tl.maximum` drops NaN by default
     return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) + (tl.log2(w) * LN2 + (e - (w - 1.0)) * invert(w))
 
 
@@ -155,6 +156,7 @@ def forward_kernel(
         C_ptr += step * C_t
         us += (tl.load(u_ptr + e, mask=inside & (k < tokens), other=0.0),)
         deltas += (tl.load(delta_ptr + e, mask=inside & (k < tokens), other=0.0),)
+        # n >= 0 is always true: it gives the condition on the token, a scalar, the shape of a mask
         Bs += (tl.load(B_ptr + n, mask=(n >= 0) & (k < tokens), other=0.0),)
         Cs += (tl.load(C_ptr + n, mask=(n >= 0) & (k < tokens), other=0.0),)
     for i in tl.range(0, tokens, AHEAD):

@@ -208,6 +208,7 @@ def backward_kernel(
         if PASS == BOTH:
             tl.debug_barrier()  # other threads read this one's scratch memory
         if PASS != REPLAY:
+            # the first group starts from zero, the others from the gradient that the group before stored there
             dST = tl.load(dW0_ptr + d[None, :] * D + d[:, None], mask=(d >= 0)[:, None] & (behind > 0), other=0.0)
             dbeta = tl.load(db0_ptr + d, mask=(d >= 0) & (behind > 0), other=0.0)[:, None] + tl.zeros(
                 (D, BLOCK), tl.float32

@@ -139,6 +139,7 @@ def forward_kernel(
         if KEEP:
             if (i > 0) & (i % GROUP == 0):
                 tl.store(states_ptr + d[None, :] * D + d[:, None], ST)
+                # the columns of β are equal: the first is stored, without a change of layout
                 tl.store(states_ptr + D * D + d[:, None] + 0 * n[None, :], beta, mask=(n == 0)[None, :])
                 states_ptr += (D + 1) * D
         ahead = n < tl.minimum(CHUNK, T - i * CHUNK - CHUNK)
@@ -149,6 +150,7 @@ def forward_kernel(
         lr_ahead = tl.load(lr_ptr + (i + 1) * (step * CHUNK * H) + step * H * n, mask=ahead, other=0.0)
 
         S = ST.to(dt)
+        # ieee: fp32 operands are not rounded to TF32
         z = tl.dot(S, tl.trans(k), acc=beta, input_precision="ieee")
         o = tl.dot(S, tl.trans(q), acc=beta, input_precision="ieee")
         A = (minus_c * tl.dot(k, tl.trans(q), input_precision="ieee") + minus_c).to(dt)

@@ -164,6 +164,7 @@ def output_kernel(
     beta = tl.load(beta_ptr + at * D + d)
     c = tl.load(scale_ptr + r * CHUNK + t % CHUNK)
     c_last = tl.load(scale_ptr + r * CHUNK + CHUNK - 1)
+    # the position in the block gives that in the chunk: ROWS is a multiple of CHUNK
     weight = tl.where((t // CHUNK)[:, None] == (t // CHUNK)[None, :], c[:, None], c_last)
     A = weight * (tl.dot(q, tl.trans(k), input_precision="ieee") + 1.0)
     A = tl.where(t[:, None] >= t[None, :], -A, 0.0).to(dt)
