@@ -1,4 +1,4 @@
-"""The operators behind the models. Every backend is tested against a reference that reads like its equations."""
+"""Fused operators of the models. Each backend is tested against a reference implementation of the equations."""
 
 from .ttt_linear import selected_backend, ttt_linear, ttt_linear_bidir
 

@@ -1,7 +1,7 @@
-"""What lies around the scan in a block of Vittt as loops that numba compiles for CPUs; see `cpu_loops` for what such
-loops are. Shape letters as in `around.reference`.
+"""The parts of a Vittt block around the scan as loops that numba compiles for CPUs, see `cpu_loops`.
 
-A loop reads a token's row, keeps it in the cache for all that is done to it, and writes the result once.
+A loop reads a token's row, keeps it in the cache for all its operations, and writes the result once. Shape letters as
+in `around.reference`.
 """
 
 import math
@@ -14,7 +14,7 @@ from .cpu_loops import INLINE, Loop, add_scaled, copy_row, sigmoid
 
 @numba.njit(**INLINE)
 def _centre(row, eps):
-    """Take a row's mean off it, and return what its deviation from there is to be divided by."""
+    """Subtract a row's mean in place, and return √(variance + eps)."""
     nothing, width = row.dtype.type(0), row.dtype.type(len(row))
     mean, square = nothing, nothing
     for c in range(len(row)):
@@ -28,10 +28,10 @@ def _centre(row, eps):
 
 @Loop
 def conv_norm(first, last, constant, tokens, weight, gamma, beta, out, height, eps):
-    """Task = (image, row of the grid).
+    """Add a 3 x 3 convolution to the tokens and normalise the sum; a task is a row of the grid of one image.
 
     Args:
-        constant: a tuple of D elements, whose length the compiler knows.
+        constant: a tuple of D elements; its length is known to the compiler.
         tokens: (B,T,D). weight: (3,3,D). gamma, beta: (D,).
         out: (2,B,T,D), which is written.
     """
@@ -44,6 +44,7 @@ def conv_norm(first, last, constant, tokens, weight, gamma, beta, out, height, e
             t = y * width + x
             total, normed = out[0, b, t], out[1, b, t]
             copy_row(constant, tokens[b, t], total)
+            # the bounds leave out taps beyond the edges, where the grid is padded with zeros
             for i in range(max(0, 1 - y), min(3, height + 1 - y)):
                 for j in range(max(0, 1 - x), min(3, width + 1 - x)):
                     add_scaled(constant, total, weight[i, j], tokens[b, t + (i - 1) * width + j - 1])
@@ -57,15 +58,16 @@ def conv_norm(first, last, constant, tokens, weight, gamma, beta, out, height, e
 
 @Loop
 def gated_norm(first, last, block, zs, z_strides, gates, gate_strides, weight, bias, out, eps):
-    """Task = (image, `block` tokens).
+    """Normalise the sum of both directions and gate it; a task is `block` tokens of one image.
 
     Args:
-        zs, z_strides: of z (B,T,2,D), and gates, gate_strides: of gate (B,T,D), by `threads.lay_flat`.
+        zs, z_strides: z (B,T,2,D), laid flat by `threads.lay_flat`. gates, gate_strides: gate (B,T,D), likewise.
         weight, bias: (D,).
         out: (B,T,D), which is written.
     """
     _, T, D = out.shape
     kind = out.dtype.type
+    # GELU(g) = g · sigmoid(√(8/π) (g + 0.044715 g³)), the tanh approximation
     slope, cubic, one = kind(math.sqrt(8 / math.pi)), kind(0.044715), kind(1)
     blocks = (T + block - 1) // block
     work = np.empty(D, out.dtype)

@@ -1,9 +1,11 @@
-"""TTT-Linear as loops that numba compiles for CPUs: a head's state stays in the cache from its first chunk to its last,
-and in the backward pass from a segment's last chunk to its first.
+"""TTT-Linear as loops that numba compiles for CPUs, see `cpu_loops`.
 
-See `cpu_loops` for what such loops are. The head's width is a constant to the compiler, which then sees that rows do
-not overlap, and keeps several of them in flight. A chunk has rows of zeros up to a multiple of 4. Symbols as in
-`ttt_linear.torch_path`, but for rows normalised to mean square 1. Shape letters as in `ttt_linear.reference`.
+A head's state stays in the cache from its first chunk to its last, and in the backward pass from a segment's last chunk
+to its first. The head width is known to the compiler, which then sees that rows do not overlap, and keeps several of
+them in flight. A chunk is padded with rows of zeros to a multiple of 4.
+
+Symbols as in `ttt_linear.reference`, and S is W with β as its last row, x the normalised rows of Z. Here A has the sign
+with which it enters O = [Q 1] S + A G, and includes the learning rates. Shape letters as in `ttt_linear.reference`.
 """
 
 import numba
@@ -11,15 +13,15 @@ import numpy as np
 
 from .cpu_loops import INLINE, Loop, copy_row, dot_rows
 
-_ROWS = 4  # a chunk is padded to a multiple of them
-_BEFORE = 3  # tokens before a token that a causal convolution sees
+_ROWS = 4  # a chunk is padded to a multiple of it, the sides of a block of `_multiply_transposed`
+_BEFORE = 3  # earlier tokens in the window of a causal convolution
 
 
 @numba.njit(**INLINE)
 def _multiply(constant, A, rows, B, terms, C):
-    """C += A B, of the first `rows` rows of A and C, and `terms` of the sums, a multiple of 4; A has any strides.
+    """Compute C += A B for `rows` rows of A and C and `terms` terms of each sum, a multiple of 4; A has any strides.
 
-    Four terms are added at a time, so that a row of C is loaded and stored once for four products.
+    Four terms are added at a time: a row of C is loaded and stored once for four products.
     """
     for i in range(rows):
         for k in range(0, terms, 4):
@@ -30,8 +32,10 @@ def _multiply(constant, A, rows, B, terms, C):
 
 @numba.njit(**INLINE)
 def _multiply_transposed(constant, A, rows, B, columns, causal, C):
-    """C += A Bᵀ, of the first `rows` rows of A and C and `columns` rows of B, multiples of 4; of a `causal` C no more
-    than its blocks below and on the diagonal.
+    """Compute C += A Bᵀ for the first `rows` rows of A and C and `columns` rows of B, all multiples of 4.
+
+    With `causal` only the blocks of C below and on the diagonal are computed. The sixteen sums of a block stay in
+    registers.
     """
     D, nothing = len(constant), A.dtype.type(0)
     for i in range(0, rows, 4):
@@ -56,14 +60,17 @@ def _multiply_transposed(constant, A, rows, B, columns, causal, C):
 
 @numba.njit(**INLINE)
 def _copy(constant, source, target):
-    """target = source, two matrices."""
+    """Copy the matrix `source` to `target`."""
     for i in range(len(source)):
         copy_row(constant, source[i], target[i])
 
 
 @numba.njit(**INLINE)
 def _take(constant, numbers, strides, b, r, h, origin, forth, n, X):
-    """X = n rows of a tensor (B,T,R,H,D), by `threads.lay_flat`, from token `origin` on, then zeros."""
+    """Load n rows of a tensor (B,T,R,H,D), laid flat by `threads.lay_flat`, into X; the rest of X is zero.
+
+    The first row is token `origin`; `forth` is 1 or −1, the step from token to token.
+    """
     for j in range(len(X)):
         if j < n:
             t = origin + forth * j
@@ -75,7 +82,7 @@ def _take(constant, numbers, strides, b, r, h, origin, forth, n, X):
 
 @numba.njit(**INLINE)
 def _convolve(constant, raw, n, taps, bias, X):
-    """X = n rows of the causal convolution of `raw`, which begins with the rows before them, then zeros."""
+    """Write n rows of a causal convolution to X, then zeros. `raw` begins with the three tokens before them."""
     for j in range(len(X)):
         if j < n:
             for c in range(len(constant)):
@@ -87,7 +94,7 @@ def _convolve(constant, raw, n, taps, bias, X):
 
 @numba.njit(**INLINE)
 def _apply(constant, S, X, rows, Y):
-    """Y = [X 1] S."""
+    """Compute Y = [X 1] S."""
     D = len(constant)
     for j in range(rows):
         copy_row(constant, S[D], Y[j])
@@ -96,11 +103,14 @@ def _apply(constant, S, X, rows, Y):
 
 @numba.njit(**INLINE)
 def _descend(constant, rows, K, V, weight, bias, ones, eps, x, G, norms, along):
-    """From x = Z the inner gradient G, with x normalised, and of each row Z's norm h and the mean of g x."""
+    """Compute the inner gradient G from x = Z, and normalise x in place.
+
+    `norms` and `along` get √(variance + eps) and mean(g x) of each row, with g the gradient of the normalised row.
+    """
     D, one = len(constant), G.dtype.type(1)
     share = one / G.dtype.type(D)
     for j in range(rows):
-        # the state's rows have mean 0 but for rounding, which from chunk to chunk would grow
+        # the rows of the state have mean 0 up to rounding, which would grow from chunk to chunk if it were left in x
         offset = dot_rows(constant, x[j], ones) * share
         norm = np.sqrt(dot_rows(constant, x[j], x[j]) * share - offset * offset + eps)
         factor = one / norm
@@ -116,7 +126,7 @@ def _descend(constant, rows, K, V, weight, bias, ones, eps, x, G, norms, along):
 
 @numba.njit(**INLINE)
 def _update(constant, K, G, rows, scale, rate, P, S):
-    """S −= [scale rate ⊙ K 1]ᵀ G; P (rows,D) is scratch memory."""
+    """Compute S −= [scale rate ⊙ K 1]ᵀ G; P (rows,D) is scratch memory."""
     D = len(constant)
     for i in range(rows):
         weight = -scale * rate[i]
@@ -129,7 +139,7 @@ def _update(constant, K, G, rows, scale, rate, P, S):
 
 @numba.njit(**INLINE)
 def _mask(rows, n, scale, rate, QK, A):
-    """A = −tril(scale rateᵀ) ⊙ (QKᵀ + 1)."""
+    """Compute A = −tril(scale rateᵀ) ⊙ (QKᵀ + 1), with zeros in the rows that pad the chunk."""
     one, nothing = A.dtype.type(1), A.dtype.type(0)
     for j in range(rows):
         for i in range(rows):
@@ -160,15 +170,14 @@ def learn_forward(
     span,
     eps,
 ):
-    """TTT-Linear: task = (image, direction, head).
+    """Run TTT-Linear; a task is one direction and head of one image.
 
     Args:
-        constant: a tuple of as many elements as a head is wide, a multiple of 4: its length is what the compiler knows
-            of it.
-        q, k, v: (B,T,R,H,D), each with its strides by `threads.lay_flat`. lr: (B,T,H). scale: (R,n).
+        constant: a tuple of as many elements as a head is wide, a multiple of 4; its length is known to the compiler.
+        q, k, v: (B,T,R,H,D), each laid flat by `threads.lay_flat`, with its strides. lr: (B,T,H). scale: (R,n).
         state: (R,H,D+1,D), W0 above b0, with rows of mean 0. gamma, mu: (R,H,D).
-        taps, tap_biases: (2,R,H,4,D) and (2,R,H,D), of the causal convolutions that make both keys and queries of what
-            is given as k; or no elements.
+        taps, tap_biases: (2,R,H,4,D) and (2,R,H,D), of the causal convolutions that compute keys and queries from k; or
+            no elements, where k and q are given as they are used.
         out: (B,T,R,H,D), which is written.
         states: (B,R,H,segments,D+1,D), the states before all segments except the first, which are written; or no
             elements.
@@ -181,12 +190,12 @@ def learn_forward(
     held = (chunk + _ROWS - 1) // _ROWS * _ROWS
     ones, nothing = np.ones(D, dtype), dtype.type(0)
     share = dtype.type(1) / dtype.type(D)
-    # keys, then queries; and what the state makes of them
+    # X has keys, then queries; Y = [X 1] S
     X, Y = np.zeros((2 * held, D), dtype), np.zeros((2 * held, D), dtype)
     V, G, A = np.zeros((held, D), dtype), np.zeros((held, D), dtype), np.zeros((held, held), dtype)
     QK, P, S = np.zeros((held, held), dtype), np.zeros((held, D), dtype), np.zeros((D + 1, D), dtype)
     rate, norms, along = np.zeros(held, dtype), np.zeros(held, dtype), np.zeros(held, dtype)
-    raw = np.zeros((_BEFORE + held, D), dtype)  # what keys and queries are made of
+    raw = np.zeros((_BEFORE + held, D), dtype)  # input of the convolutions, with the tokens before the chunk
     for task in range(first, last):
         b, r, h = task // (R * H), task // H % R, task % H
         weight, bias, forth = gamma[r, h], mu[r, h], 1 - 2 * back[r]
@@ -200,6 +209,7 @@ def learn_forward(
             if taps.size:
                 for i in range(_BEFORE):
                     if start:
+                        # the window of the first tokens reaches into the chunk before
                         copy_row(constant, raw[chunk + i], raw[i])
                     else:
                         raw[i] = 0
@@ -258,10 +268,11 @@ def learn_backward(
     span,
     eps,
 ):
-    """The gradients of `learn_forward`, with its tasks: a segment's chunks once more, then back through them.
+    """Compute the gradients of `learn_forward`, with the same tasks.
 
-    dout, by `threads.lay_flat`, dq, dk, dv: (B,T,R,H,D). What tasks share is written apart: drate (B,T,R,H), and of each image dscale
-    (B,R,H,n), dstate (B,R,H,D+1,D), dgamma and dmu (B,R,H,D), which start with zeros.
+    A segment's chunks are run forward once more, and then backward. dout (laid flat by `threads.lay_flat`), dq, dk and
+    dv are (B,T,R,H,D). Gradients to which several tasks add are written separately for each: drate (B,T,R,H), and by
+    image dscale (B,R,H,n), dstate (B,R,H,D+1,D), dgamma and dmu (B,R,H,D), which start with zeros.
     """
     _, T, R, H, _ = dq.shape
     D, dtype = len(constant), dq.dtype
@@ -270,7 +281,7 @@ def learn_backward(
     ones, nothing, one, two = np.ones(D, dtype), dtype.type(0), dtype.type(1), dtype.type(2)
     share = one / dtype.type(D)
     chunks = (min(span, T) + chunk - 1) // chunk
-    # of each chunk of a segment
+    # for each chunk of a segment: the state before it, x and G
     kept, xs, Gs = (
         np.zeros((chunks, D + 1, D), dtype),
         np.zeros((chunks, held, D), dtype),
@@ -281,11 +292,11 @@ def learn_backward(
         np.zeros((chunks, held), dtype),
         np.zeros((chunks, held), dtype),
     )
-    # keys, then queries; and the gradients of what the state makes of them, and of them
+    # X has keys, then queries; Y = [X 1] S; dX and dY are their gradients
     X, dY, dX = np.zeros((2 * held, D), dtype), np.zeros((2 * held, D), dtype), np.zeros((2 * held, D), dtype)
     work, square = np.zeros((4, held, D), dtype), np.zeros((3, held, held), dtype)
     V, O, u, dP = work[0], work[1], work[2], work[3]
-    sums = np.zeros((3, D), dtype)  # of a chunk, which alone are rounded less
+    sums = np.zeros((3, D), dtype)  # sums over a chunk: added to the totals chunk by chunk, they are rounded less
     of_start, of_weight, of_bias = sums[0], sums[1], sums[2]
     QK, A, dA, of_rate = square[0], square[1], square[2], np.zeros(held, dtype)
     for task in range(first, last):
@@ -322,7 +333,7 @@ def learn_backward(
                 _mask(rows, n, scales, rate, QK, A)
                 _apply(constant, S, Q, rows, O)
                 _multiply(constant, A, rows, G, rows, O)
-                for j in range(rows):  # through the last LayerNorm
+                for j in range(rows):  # backward through the output's LayerNorm
                     factor = one / np.sqrt(dot_rows(constant, O[j], O[j]) * share + eps)
                     copy_row(constant, dO[j], dX[rows + j])
                     for c in range(D):
@@ -340,7 +351,7 @@ def learn_backward(
                     for c in range(D):
                         u[i, c] *= last_rate
                 _multiply(constant, A.T, rows, dO, rows, u)
-                for j in range(rows):  # through G and the LayerNorm of Z
+                for j in range(rows):  # backward through G and the LayerNorm of Z
                     factor = one / norms[m, j]
                     mean, along = dot_rows(constant, u[j], ones) * share, dot_rows(constant, u[j], x[j]) * share
                     of_G = dot_rows(constant, u[j], G[j]) * share
@@ -360,7 +371,7 @@ def learn_backward(
                     for c in range(D):
                         u[j, c] *= weight[c]
                         of_bias[c] += u[j, c]
-                # through the state's update
+                # backward through the update of the state
                 _multiply_transposed(constant, G, rows, dS, D, False, dP)
                 for i in range(rows):
                     last_rate = -scales[n - 1] * rate[i]
@@ -369,7 +380,7 @@ def learn_backward(
                         dX[i, c] = u[i, c] + last_rate * dP[i, c]
                     of_rate[i] = -scales[n - 1] * sum_rate
                     of_scale[n - 1] -= rate[i] * sum_rate
-                # through A
+                # backward through A
                 _multiply_transposed(constant, dO, rows, G, rows, True, dA)
                 for j in range(rows):
                     for i in range(rows):
@@ -380,7 +391,7 @@ def learn_backward(
                             A[j, i] = -scales[j] * rate[i] * dA[j, i]
                 _multiply(constant, A.T, rows, Q, rows, dX)
                 _multiply(constant, A, rows, K, rows, dX[rows:])
-                # through Z and QW + β
+                # backward through Z and QW + β
                 _multiply_transposed(constant, dY, 2 * rows, S, D, False, dX)
                 for i in range(2 * rows):
                     for c in range(D):

@@ -1,12 +1,13 @@
-"""The scans as loops that numba compiles for CPUs: one pass over memory where batched operations make many.
+"""Shared parts of the loops that numba compiles for CPUs: one pass over memory where batched operations make many.
 
-A loop reads a few tokens at a time into the cache, whole rows as memory likes to be read, and then goes through blocks
-of channels, whose states stay in the cache. The innermost loops over channels are what LLVM vectorises, as long as they
-use few arrays, of which it must see at run time that they do not overlap. Sums may be reassociated, but nothing is
-assumed about NaN and infinity. Tasks write disjoint memory, and the result does not depend on the threads.
+A loop reads a few tokens at a time into the cache, in whole rows, the order of memory. It then goes through blocks of
+channels, whose states stay in the cache. LLVM vectorises the innermost loops over channels as long as they use few
+arrays, since it has to check at run time that these do not overlap. Sums may be reassociated, but nothing is assumed
+about NaN and infinity. Tasks write disjoint memory, and the result does not depend on the number of threads.
 
-Here is what loops share; `cpu_scan`, `cpu_wkv`, `cpu_learner` and `cpu_around` have the loops. Arrays are contiguous,
-of one dtype, fp32 or fp64. Shape letters as in the operators' references.
+The loops are in `cpu_scan`, `cpu_wkv`, `cpu_learner` and `cpu_around`. Arrays are contiguous, of one dtype, fp32 or
+fp64. An argument `constant` is a tuple whose length, which the compiler knows, is the length of a row. Shape letters as
+in the operators' references.
 """
 
 import hashlib
@@ -24,41 +25,42 @@ from numba.extending import intrinsic, overload
 
 BLOCK = 64  # channels that are scanned together
 GROUP = 32  # tokens from one kept state to the next
-# a division by zero is what IEEE says, not an error, for which the loop would have to look
+# numpy's error model: a division by zero follows IEEE. Python's raises an error, for which the loop would have to test
 OPTIONS = {"nogil": True, "error_model": "numpy", "fastmath": {"contract", "reassoc", "nsz", "arcp"}}
-OPTIONS |= {"no_cfunc_wrapper": True}  # C calls no loop, and each wrapper is compiled
-# What loops call is inlined. A loop with a call in it is not vectorised; and a function that is called has one body in
-# the process that compiles it and another, with other last bits, in those that load the loop from the cache.
-# Neither assigns arrays to arrays: the message for shapes that do not fit would bring numba's strings, seconds to compile.
+OPTIONS |= {"no_cfunc_wrapper": True}  # the wrapper for calls from C is not needed, and takes time to compile
+# Functions that loops call are inlined. A loop with a call in it is not vectorised. And a function that is not inlined
+# differs, with other last bits, between the process that compiles it and those that load the loop from the cache.
+# Loops and these functions never assign an array to an array: the error message for shapes that do not fit needs
+# numba's strings, which take seconds to compile.
 INLINE = OPTIONS | {"forceinline": True, "no_cpython_wrapper": True}
 _SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
 
 
-# numba makes threads of `prange` alone, not of what else it knows to split
+# numba runs `prange` alone on several threads, and none of the other operations that it could split
 THREADS = dict.fromkeys(
     ("comprehension", "fusion", "inplace_binop", "numpy", "reduction", "setitem", "stencil"), False
 ) | {"prange": True}
 
 
 class Loop:
-    """A loop over tasks, `function(first, last, *constants, *arguments)`, compiled at the first call, without the GIL.
+    """A loop over tasks, `function(first, last, *constants, *arguments)`, compiled at its first call, without the GIL.
 
-    numba's cache looks at a function's file and name. The name therefore has the hashes of the loop's file and of this
-    one, whose functions are inlined.
+    numba's cache finds a function by its file and name. The name therefore gets hashes of the loop's file and of this
+    one, whose functions are inlined: a change of either compiles the loop again.
     """
 
     def __init__(self, function: Callable) -> None:
         source = hashlib.sha256(Path(inspect.getfile(function)).read_bytes()).hexdigest()[:12]
         function.__qualname__ += f"_{source}_{_SOURCE}"
         self.alone = _compile(function)
-        # lengths of constants, dtype -> the call for these, and the address of the loop
+        # (lengths of constants, dtype) -> the compiled call for them, and the address of the loop that it calls
         self._shared: dict[Any, tuple[Callable, int]] = {}
 
     def share(self, parts: int, tasks: int, constants: Sequence[tuple[Any, ...]], arguments: Sequence[Any]) -> None:
-        """Give each of as many threads a part of the tasks.
+        """Run the tasks on `parts` threads, each with a part of them.
 
-        The constants are tuples, of whose lengths the compiler knows: numba hands none to its threads. Arrays of floats
-        are of one dtype.
+        The constants are tuples whose lengths the compiler knows. numba passes no tuples to its threads; they are
+        globals of the call. All arrays of floats have one dtype.
         """
         dtype = next(each.dtype for each in arguments if isinstance(each, np.ndarray) and each.dtype.kind == "f")
         key = (*map(len, constants), dtype)
@@ -69,14 +71,14 @@ class Loop:
         given = (numba.intp, numba.intp, *map(numba.typeof, (*constants, *arguments)))
         self.alone.compile(given)
         entry = self.alone.overloads[given]
-        # by its address: what the call knew by name would be compiled again as a part of it
+        # called by its address: a loop that is called by name would be compiled again as a part of the caller
         address = entry.library.get_pointer_to_function(entry.fndesc.llvm_func_name)
         names = {"numba": numba, "call_loop": _call_loop, "CONSTANTS": tuple(constants), "__name__": __name__}
         call = types.FunctionType(_go_through.__code__, names, "go_through")
         call.__qualname__ = "_".join(map(str, ("go_through", _SOURCE, *map(len, constants))))
         call = _compile(call, parallel=THREADS)
         call(address, parts, tasks, *arguments)
-        call.disable_compile()  # for other types: the address says nothing about them
+        call.disable_compile()  # the address is valid for these types alone
         self._shared[key] = call, address
 
 
@@ -101,7 +103,7 @@ def _call_loop(context: Any, address: Any, first: Any, last: Any, arguments: Any
 
 
 def _compile(function: Callable, **options: Any) -> Callable:
-    """The function as numba compiles it, kept on disk where there is a place for it."""
+    """Return the function as numba compiles it at its first call, cached on disk where a folder can be written."""
     try:
         return numba.njit(cache=True, **OPTIONS, **options)(function)
     except RuntimeError:  # neither the package's folder nor the user's can be written
@@ -109,7 +111,10 @@ def _compile(function: Callable, **options: Any) -> Callable:
 
 
 def _kinds(x: Any) -> tuple[Any, Any, int, int] | None:
-    """The float, the integer of the same size, the exponent's bias and the mantissa's bits of a numba type."""
+    """Return the float type, the integer type of its size, the exponent's bias and the mantissa's bits.
+
+    None for a numba type other than float32 and float64.
+    """
     known = {
         numba.types.float32: (np.float32, np.int32, 127, 23),
         numba.types.float64: (np.float64, np.int64, 1023, 52),
@@ -118,13 +123,19 @@ def _kinds(x: Any) -> tuple[Any, Any, int, int] | None:
 
 
 def _fit(function: Callable, low: float, high: float, degree: int, kind: Any) -> tuple[Any, ...]:
-    """The coefficients of a polynomial, the highest first, that is near the best for the function on an interval."""
+    """Return the coefficients, highest first, of a polynomial that is close to the best one for a function.
+
+    It interpolates at the Chebyshev points of the interval from `low` to `high`.
+    """
     fitted = np.polynomial.Chebyshev.interpolate(function, degree, (low, high)).convert(kind=np.polynomial.Polynomial)
     return tuple(kind(each) for each in fitted.coef[::-1])
 
 
 def exp2(x: Any) -> Any:
-    """2ˣ to rounding: a polynomial on [−½, ½] times a power of two, at least the smallest normal number."""
+    """Return 2ˣ to rounding, at least the smallest normal number, and infinity above the largest.
+
+    It is a polynomial on [−½, ½] times a power of two.
+    """
     raise NotImplementedError("numba compiles it")
 
 
@@ -144,13 +155,14 @@ def _exp2(x: Any) -> Callable | None:
         power = coefficients[0]
         for k in numba.literal_unroll(coefficients[1:]):
             power = power * rest + k
+        # the power of two is written as the bits of the exponent; `highest` gives those of infinity
         return power * integer((integer(whole) + offset) << shift).view(kind)
 
     return compute
 
 
 def sigmoid(x: Any) -> Any:
-    """1 / (1 + e⁻ˣ)."""
+    """Return 1 / (1 + e⁻ˣ)."""
     raise NotImplementedError("numba compiles it")
 
 
@@ -167,7 +179,7 @@ def _sigmoid(x: Any) -> Callable | None:
 
 
 def softplus(x: Any) -> Any:
-    """log(1 + eˣ) = max(x, 0) + log(1 + e), e = e^−|x|, with a polynomial for log(1 + e) / e on [0, 1]."""
+    """Return log(1 + eˣ) = max(x, 0) + log(1 + e), e = e^−|x|, by a polynomial for log(1 + e) / e on [0, 1]."""
     raise NotImplementedError("numba compiles it")
 
 
@@ -191,21 +203,21 @@ def _softplus(x: Any) -> Callable | None:
 
 @numba.njit(**INLINE)
 def copy_row(constant, source, target):
-    """target = source, two rows."""
+    """Copy the row `source` to `target`."""
     for c in range(len(constant)):
         target[c] = source[c]
 
 
 @numba.njit(**INLINE)
 def add_scaled(constant, total, weight, row):
-    """total += weight * row, three rows."""
+    """Compute total += weight * row, element by element."""
     for c in range(len(constant)):
         total[c] += weight[c] * row[c]
 
 
 @numba.njit(**INLINE)
 def dot_rows(constant, a, b):
-    """The sum of a b, two rows."""
+    """Return the dot product of two rows."""
     total = a.dtype.type(0)
     for c in range(len(constant)):
         total += a[c] * b[c]

@@ -1,5 +1,6 @@
-"""The selective scan as loops that numba compiles for CPUs; see `cpu_loops` for what such loops are. Shape letters as in
-`selective_scan.reference`.
+"""The selective scan as loops that numba compiles for CPUs, see `cpu_loops`.
+
+Shape letters as in `selective_scan.reference`.
 """
 
 import numba
@@ -10,7 +11,7 @@ from .cpu_loops import BLOCK, GROUP, INLINE, Loop, exp2, sigmoid, softplus
 
 @numba.njit(**INLINE)
 def _take_rates(exponents, start, end, square, rate):
-    """The exponents (N,E) of some channels into `square` (blocks,N,·,BLOCK), where `rate` says."""
+    """Copy the exponents (N,E) of channels `start` to `end` to row `rate` of `square` (blocks,N,·,BLOCK)."""
     for n in range(len(exponents)):
         for c in range(end - start):
             square[c // BLOCK, n, rate, c % BLOCK] = exponents[n, start + c]
@@ -18,7 +19,9 @@ def _take_rates(exponents, start, end, square, rate):
 
 @Loop
 def scan_forward(first, last, span, u, delta, exponents, B, C, D, bias, z, out, states, back):
-    """The selective scan with its gate: task = (image, route, `span` channels), routes of one sequence by number.
+    """Run the selective scan with its gate; a task is `span` channels of one image and route.
+
+    Route r scans the sequence u[:, :, r mod K].
 
     Args:
         span: a multiple of BLOCK.
@@ -34,6 +37,7 @@ def scan_forward(first, last, span, u, delta, exponents, B, C, D, bias, z, out, 
     spans = (E + span - 1) // span
     square = np.zeros((span // BLOCK, N, 2, BLOCK), dtype)
     work = np.zeros((GROUP, span // BLOCK, 3, BLOCK), dtype)
+    # rows of `square`: h and A log₂e; rows of `work`: Δ, Δ u and y
     STATE, RATE, SIZE, FED, Y = 0, 1, 0, 1, 2
     for task in range(first, last):
         b, r, start = task // (spans * R), task // spans % R, task % spans * span
@@ -87,27 +91,29 @@ def scan_forward(first, last, span, u, delta, exponents, B, C, D, bias, z, out, 
 def scan_backward(
     first, last, span, u, delta, exponents, B, C, D, bias, z, dout, states, back, du, ddelta, dA, dB, dC, dD, dbias, dz
 ):
-    """The gradients of `scan_forward`, with its tasks; dout: (B,T,R,E).
+    """Compute the gradients of `scan_forward`, with the same tasks; dout: (B,T,R,E).
 
-    What tasks share is written apart: du, ddelta (B,T,R,E), dA (B,R,N,E), dB and dC (spans,B,T,R,N), dD and dbias
-    (B,R,E), dz (B,T,R,E) or no elements.
+    Gradients to which several tasks add are written separately for each: du, ddelta (B,T,R,E), dA (B,R,N,E), dB and dC
+    (spans,B,T,R,N), dD and dbias (B,R,E), dz (B,T,R,E) or no elements.
     """
     _, T, R, E = delta.shape
     N, K, dtype = exponents.shape[1], u.shape[2], delta.dtype
     zeros = np.zeros(2, dtype)
     nothing, one, ln2 = zeros[0], np.exp2(zeros[0]), np.log(np.exp2(zeros[0]) + np.exp2(zeros[0]))
     spans = (E + span - 1) // span
-    h = np.empty((GROUP + 1, N, BLOCK), dtype)  # before each token of a group, and after the last
+    h = np.empty((GROUP + 1, N, BLOCK), dtype)  # the states before each token of a group, and after the last
     square = np.zeros((span // BLOCK, N, 3, BLOCK), dtype)
     work = np.zeros((GROUP, span // BLOCK, 6, BLOCK), dtype)
     sums = np.zeros((span // BLOCK, 2, BLOCK), dtype)
+    # rows of `square`: a g of the token after, A log₂e and dA; rows of `work`: Δ, Δ u, y, dy and the gradients of Δ u
+    # and of Δ through the decay; rows of `sums`: dD and dbias
     LATER, RATE, OF_A, SIZE, FED, Y, DY, DFED, DSIZE, OF_D, OF_BIAS = 0, 1, 2, 0, 1, 2, 3, 4, 5, 0, 1
     for task in range(first, last):
         b, r, number = task // (spans * R), task // spans % R, task % spans
         start = number * span
         k, forth, end = r % K, 1 - 2 * back[r], min(E, start + span)
         square[:], sums[:] = 0, 0
-        work[:] = 0  # what the last task left in channels that this one does not have counts in sums over channels
+        work[:] = 0  # values of the task before, in channels that this one lacks, would enter sums over channels
         _take_rates(exponents[r], start, end, square, RATE)
         for group in range((T - 1) // GROUP, -1, -1):
             tokens, origin = min(GROUP, T - group * GROUP), back[r] * (T - 1) + forth * group * GROUP

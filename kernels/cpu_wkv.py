@@ -11,8 +11,9 @@ from .cpu_loops import BLOCK, GROUP, INLINE, Loop, exp2
 def _add_token(state, w, exponents, xs, ys, c):
     """Move channel c of a state one token farther away, and add 2^exponent (x, y).
 
-    A state (5,BLOCK) is m, a, b, which stand for 2^m a and 2^m b, and of which exponent m comes, as it was how many
-    tokens ago: m − w, token after token, would lose a noticeable part of w near m = 1.
+    The rows of a state (5,BLOCK) are m, a and b, which stand for the sums 2^m a and 2^m b; the exponent of the token
+    that set m; and how many tokens ago that was. m is computed from the last two: m − w, token after token, would lose
+    a noticeable part of w near m = 1.
     """
     away = state[4, c] + exponents.dtype.type(1)
     before, exponent = state[3, c] - away * w[c], exponents[c]
@@ -28,7 +29,7 @@ def _add_token(state, w, exponents, xs, ys, c):
 
 @numba.njit(**INLINE)
 def _start(state, edge):
-    """Make a state of one at the edge of a group."""
+    """Make a state (5,BLOCK) from the one at the edge of a group, (3,BLOCK)."""
     for c in range(BLOCK):
         state[0, c], state[1, c], state[2, c] = edge[0, c], edge[1, c], edge[2, c]
         state[3, c] = state[0, c]
@@ -37,12 +38,12 @@ def _start(state, edge):
 
 @numba.njit(**INLINE)
 def _add_group(state, group, tokens, farthest, w, sums):
-    """Add a group's tokens to a state, `tokens` places farther away; `farthest` is the index of the farthest one.
+    """Add a group's tokens to a state that moves `tokens` places away; `farthest` is the index of the farthest token.
 
-    From group to group a state is fp64. In fp32, m − w loses a noticeable part of w near m = 1, thousands of times.
+    Between groups a state is fp64. In fp32, m − w would lose a noticeable part of w near m = 1, thousands of times.
 
     Args:
-        state: (3,BLOCK), fp64, m, a and b, which are written. group: (GROUP,3,BLOCK), exponent, x and y of each token.
+        state: (3,BLOCK), fp64: m, a and b, which are written. group: (GROUP,3,BLOCK): exponent, x and y of each token.
         w: (BLOCK,). sums: (3 + GROUP,BLOCK), scratch memory: the group's m, a and b, and each token's exponent.
     """
     kind = group.dtype.type
@@ -72,7 +73,9 @@ def _add_group(state, group, tokens, farthest, w, sums):
 
 @Loop
 def wkv_forward(first, last, span, w, u, k, v, out, states):
-    """Bi-WKV: task = (image, `span` channels). It goes back to the state behind each group, and then forth.
+    """Run Bi-WKV; a task is `span` channels of one image.
+
+    The loop goes through the groups twice: backward for the state behind each group, then forward for the outputs.
 
     Args:
         span: a multiple of BLOCK.
@@ -84,6 +87,8 @@ def wkv_forward(first, last, span, w, u, k, v, out, states):
     kind, floor = k.dtype.type, EMPTY
     one = kind(1)
     spans, groups = (C + span - 1) // span, (T + GROUP - 1) // GROUP
+    # rows of `cell`: w, u, five for the state before a token, five for the state behind it, and a token's output with
+    # the exponent and sum of its weights
     W, U, LEFT, NEAR, OUT, TOP, SUM = 0, 1, 2, 7, 12, 13, 14
     cell = np.zeros((span // BLOCK, 15, BLOCK), k.dtype)
     edge = np.empty((span // BLOCK, 2, 3, BLOCK), np.float64)  # the states before and behind a group
@@ -147,10 +152,11 @@ def wkv_forward(first, last, span, w, u, k, v, out, states):
 
 @Loop
 def wkv_backward(first, last, span, w, u, k, v, states, dout, dw, du, dk, dv):
-    """The gradients of `wkv_forward`, with its tasks; dw, du: (B,C), of each image, by natural w, u and k.
+    """Compute the gradients of `wkv_forward`, with the same tasks.
 
-    The gradient is the same kind of sum, of adjoint tokens: the exponent −top, the values (g, g out) with g = dout /
-    sum. A pair of tokens i < t < j, of which one is adjoint, has e^{−w} once for t.
+    dw and du are (B,C), for each image, by w and u themselves, not times log₂e; so is dk by k. The gradients are sums
+    of the same kind, over adjoint tokens with the exponent −top and the values (g, g out), where g = dout / sum. A
+    token t between a token and an adjoint token stands for one of the factors e^{−w} of that pair.
     """
     _, T, C = k.shape
     kind, floor = k.dtype.type, EMPTY

@@ -1,10 +1,12 @@
-"""How PyTorch gets to know an operator: a custom op with a fake kernel, one as its backward pass, and FLOP formulas.
+"""Registration of operators with PyTorch: a custom op with a fake kernel, its backward pass as another, FLOP formulas.
 
 To torch.compile(fullgraph=True), inference mode, autocast, checkpointing and FlopCounterMode an operator is one opaque
-operation. Which of the backends `torch`, `triton` and `numba` runs is decided inside it, from device, dtype and sizes.
-The files of Triton and numba, and these packages with them, are imported nowhere else. The backend `reference` is plain
-operations under autograd. It also runs under forward-mode AD and the transforms of torch.func (jvp, grad, vmap, ...),
-for which a custom op has no rules: an output without its tangent would be a wrong derivative without a word.
+operation. Inside it the backend `torch`, `triton` or `numba` is chosen from device, dtype and sizes. Only then are the
+modules for Triton and numba imported, and these packages with them.
+
+The backend `reference` is plain operations under autograd. It also runs under forward-mode AD and the transforms of
+torch.func (jvp, grad, vmap, ...), for which a custom op has no rules: its output would have no tangent, which is a
+wrong derivative without an error.
 """
 
 import contextlib
@@ -25,7 +27,7 @@ from .dispatch import Load, check_backend, compute_dtype, no_autocast
 NAMESPACE = "vision_ttt"
 
 
-# what torch.library's schemas call the types of arguments
+# the names of argument types in the schemas of torch.library
 SCHEMA_TYPES = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
@@ -38,26 +40,30 @@ SCHEMA_TYPES = {
 
 
 class CustomOp:
-    """An operator, registered as `vision_ttt::<name>`; calling it gives the operator's output.
+    """An operator, registered as `vision_ttt::<name>`; a call returns the operator's output.
 
     `forward` is the operation itself: (*arguments, backend, keep_states) -> (out, states), where states are for the
-    backward pass. If the backward pass needs nothing but the inputs, it is (*arguments, backend) -> out.
-    `backward` is `vision_ttt::<name>_backward`: (dout, *kept, *arguments, backend) -> the gradient of each tensor
-    argument, which is empty for an argument that is None. It has no derivative: a second one raises a RuntimeError.
+    backward pass. If the backward pass needs nothing but the inputs, it is (*arguments, backend) -> out. `backward` is
+    `vision_ttt::<name>_backward`: (dout, *kept, *arguments, backend) -> the gradient of each tensor argument, which is
+    empty for an argument that is None. It has no derivative: a second one raises a RuntimeError.
 
-    A backend's module has `forward`, (x, keep_states) or (x), and `backward`, (dout, *kept, x), of one object x with
-    all arguments: out in the leading argument's dtype, or in `x.out_dtype` where the arguments have one; each gradient
-    in its argument's shape and dtype. The torch path of an operator that keeps nothing may leave out `backward`: then
+    A backend's module has `forward`, (x, keep_states) or (x), and `backward`, (dout, *kept, x), where x is one object
+    with all arguments. out has the leading argument's dtype, or `x.out_dtype` where the arguments have one; each
+    gradient has its argument's shape and dtype. If an operator keeps nothing, its module may lack `backward`: then
     `forward` runs again, under autograd.
 
     Args:
-        leading: the argument whose device the output has, and whose dtype unless the arguments have an `out_dtype`.
+        name: the operator's name in torch.ops.
+        arguments: a NamedTuple class; the annotations of its fields give the schema.
+        leading: the argument that sets the output's device, and its dtype unless the arguments have an `out_dtype`.
         select: (backend, x) -> the backend that runs, `torch`, `triton` or `numba`; may raise a ValueError.
         reference: x -> the output, by plain operations under autograd.
+        torch_path: the module of the backend `torch`.
+        load_triton: imports the modules of the backend `triton`.
         load_loops: imports the modules of the backend `numba`, where there is one.
-        result_shapes: (module, x, keep_states) -> the shapes of out and states; or (module, x) -> (that of out,).
+        result_shapes: (module, x, keep_states) -> the shapes of out and states; or (module, x) -> (shape of out,).
         forward_flops, backward_flops: x, with a shape in place of each tensor -> the FLOPs of a pass.
-        kept: the results of `forward` that `backward` takes, of `out` and `states`.
+        kept: which results of `forward` are passed to `backward`, of `out` and `states`.
     """
 
     def __init__(
@@ -107,12 +113,16 @@ class CustomOp:
         return operation
 
     def __call__(self, x: Any, backend: str) -> Tensor:
-        """The output for these arguments on the requested backend."""
+        """Return the output for these arguments on the requested backend.
+
+        Raises:
+            ValueError: the backend is unknown, or cannot run these arguments.
+        """
         check_backend(backend)
         if backend == "reference" or _is_transformed(x):
             with no_autocast(getattr(x, self.leading).device.type):
                 return self._reference(x)
-        if is_plain(x):  # PyTorch's way to an operation costs more than the host's share of it
+        if is_plain(x):  # PyTorch's dispatcher takes a host longer than the operator itself
             result = self._compute(x, backend, *[False] * self._has_states)
             return result[0] if self._has_states else result
         if not self._has_states:
@@ -121,7 +131,7 @@ class CustomOp:
         return self.forward(*x, backend, keep_states)[0]
 
     def _modules(self, backend: str, x: Any) -> tuple[ModuleType, ModuleType]:
-        """The modules that run, one with `forward` and one with `backward`."""
+        """Return the modules that run, one with `forward` and one with `backward`."""
         try:
             chosen = self._select(backend, x)
         except ValueError as error:
@@ -133,17 +143,17 @@ class CustomOp:
         return self._torch_path, self._torch_path
 
     def _split_forward(self, values: Sequence[Any]) -> tuple[Any, str, Sequence[bool]]:
-        """The arguments, the backend, and keep_states where the operator has it."""
+        """Return the arguments, the backend, and keep_states where the operator has it."""
         count = len(self._is_tensor)
         return self.arguments(*values[:count]), values[count], values[count + 1 :]
 
     def _split_backward(self, values: Sequence[Any]) -> tuple[Sequence[Any], Any, str]:
-        """dout with the kept results, the arguments, and the backend."""
+        """Return dout with the kept results, the arguments, and the backend."""
         count = 1 + len(self.kept)
         return values[:count], self.arguments(*values[count:-1]), values[-1]
 
     def _tensors(self, values: Sequence[Any]) -> list[Any]:
-        """The values of the tensor arguments, from one value for each argument; a tensor may be None."""
+        """Return the values of the tensor arguments, from one value for each argument; a tensor may be None."""
         return [value for value, is_tensor in zip(values, self._is_tensor, strict=True) if is_tensor]
 
     def _run_forward(self, *values: Any) -> Any:
@@ -160,7 +170,7 @@ class CustomOp:
         module, _ = self._modules(backend, x)
         out_shape, *states_shape = self._result_shapes(module, x, *keep_states)
         if states_shape and torch.compiler.is_exporting() and isinstance(states_shape[0][0], torch.SymInt):
-            # how many states there are depends on the batch, which a question about their number would fix
+            # the number of states depends on the batch size, and a guard on it would fix that size in the graph
             states_shape = [(torch.library.get_ctx().new_dynamic_size(), *states_shape[0][1:])]
         leading = getattr(x, self.leading)
         out = leading.new_empty(out_shape, dtype=getattr(x, "out_dtype", leading.dtype))
@@ -200,7 +210,7 @@ class CustomOp:
         found = self.backward(dout, *results, *arguments, ctx.backend)
         gradients: Iterator[Tensor] = iter([found] if isinstance(found, Tensor) else found)
         aligned = [next(gradients) if is_tensor else None for is_tensor in self._is_tensor]
-        # the last inputs, the backend and keep_states, have no gradient
+        # the last inputs, which are the backend and keep_states, have no gradient
         return tuple(x if needed else None for x, needed in itertools.zip_longest(aligned, ctx.needs_input_grad))
 
     def _refuse_second_derivative(self, ctx: Any, *_: Any) -> None:
@@ -208,8 +218,8 @@ class CustomOp:
 
 
 def _is_transformed(x: Sequence[Any]) -> bool:
-    """Whether a tensor has a tangent, or is inside a transform of torch.func."""
-    if torch.compiler.is_compiling():  # which traces transforms by itself
+    """Return whether a tensor has a tangent, or is inside a transform of torch.func."""
+    if torch.compiler.is_compiling():  # the compiler traces transforms itself
         return False
     if not _in_transform():
         return False
@@ -222,27 +232,30 @@ def _is_transformed(x: Sequence[Any]) -> bool:
 
 
 class SeesParts(TorchDispatchMode):
-    """A dispatch mode that looks for the operations within a block of a model: there no block is one operation."""
+    """Dispatch mode that has to see the operations within a block of a model: under it no block is one operation."""
 
 
 def may_be_opaque(x: Sequence[Any]) -> bool:
-    """Whether operations may be one that has no derivative: none is wanted, and no transform, export, trace, kind of
-    tensor of its own or mode of `SeesParts` needs to see them.
+    """Return whether a block's operations may be one operation that has no derivative.
+
+    They may if no gradients are wanted and nothing has to see them: a transform, an export, a trace, a tensor subclass
+    or a mode of `SeesParts`.
     """
     sees_parts = not torch.compiler.is_compiling() and is_in_torch_dispatch_mode() and _has_mode(SeesParts)
     return not (torch.is_grad_enabled() or sees_parts or _is_followed(x))
 
 
 def may_be_node(x: Sequence[Any]) -> bool:
-    """Whether operations with gradients may be one node of autograd, which a compiler, a mode, a transform, an export, a
-    trace or a kind of tensor of its own could not look into.
+    """Return whether operations with gradients may be one node of autograd.
+
+    A compiler, a mode, a transform, an export, a trace or a tensor subclass could not look into that node.
     """
     is_seen = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
     return torch.is_grad_enabled() and not (is_seen or _is_followed(x))
 
 
 def _is_followed(x: Sequence[Any]) -> bool:
-    """Whether somebody follows operations from tensor to tensor."""
+    """Return whether an export, a trace, a transform or a tensor subclass follows operations from tensor to tensor."""
     return (
         torch.compiler.is_exporting()
         or torch.jit.is_tracing()
@@ -252,8 +265,10 @@ def _is_followed(x: Sequence[Any]) -> bool:
 
 
 def is_plain(x: Sequence[Any]) -> bool:
-    """Whether nobody needs to see even one operation: what `may_be_opaque` says, and neither a compiler, a profiler, nor
-    a mode such as FlopCounterMode.
+    """Return whether an operator may be called past PyTorch's dispatcher.
+
+    It may where `may_be_opaque` is true, and no compiler, profiler or mode such as FlopCounterMode is active, which
+    would have to see even one operation.
     """
     is_seen = torch.compiler.is_compiling() or torch.autograd._profiler_enabled() or is_in_torch_dispatch_mode()
     return not is_seen and may_be_opaque(x)
@@ -261,7 +276,7 @@ def is_plain(x: Sequence[Any]) -> bool:
 
 @torch.compiler.assume_constant_result
 def _in_transform() -> bool:
-    """Whether a transform of torch.func or forward-mode AD is active; a compiler has guards for both."""
+    """Return whether a transform of torch.func or forward-mode AD is active; a compiler has guards for both."""
     return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
@@ -271,7 +286,7 @@ def _has_mode(kind: type[TorchDispatchMode]) -> bool:
 
 @contextlib.contextmanager
 def recording() -> Iterator[None]:
-    """Let autograd record, which a custom op shuts out of what it runs."""
+    """Let autograd record inside a custom op, which excludes autograd from its implementation."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
         excluded = excluded - torch._C.DispatchKeySet(key)
@@ -280,7 +295,7 @@ def recording() -> Iterator[None]:
 
 
 def _repeat(module: ModuleType, dout: Tensor, x: Any) -> list[Tensor]:
-    """The gradients of x's tensors by autograd."""
+    """Return the gradients of x's tensors: run `forward` again, under autograd."""
     with recording():
         leaves = {
             name: value.detach().requires_grad_() for name, value in x._asdict().items() if isinstance(value, Tensor)
@@ -290,5 +305,5 @@ def _repeat(module: ModuleType, dout: Tensor, x: Any) -> list[Tensor]:
 
 
 def _unpack_one(gradients: tuple[Tensor, ...]) -> Any:
-    """A schema with one result has no tuple around it."""
+    """Return a single result without its tuple, as a schema with one result requires."""
     return gradients[0] if len(gradients) == 1 else gradients

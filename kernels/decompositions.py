@@ -1,8 +1,8 @@
-"""The operators as plain PyTorch: decompositions for an exported program, which runs without this package.
+"""Decompositions of the operators into plain PyTorch, for exported programs, which run without this package.
 
-The number of graph nodes does not depend on the number of tokens: what learns or decays along the sequence is PyTorch's
+The number of graph nodes does not depend on the number of tokens: the recurrence along the sequence is PyTorch's
 higher-order `scan` (ONNX's Scan). There is only the forward pass, for fp32 or fp64 inputs and a batch of any size. The
-functions take what the custom ops take: the operator's arguments, the backend and `keep_states`.
+functions take the same arguments as the custom ops: the operator's own, the backend and `keep_states`.
 
 Shape letters: B images, T tokens, R directions, G groups of B·R·H, and those of each operator in its own module.
 """
@@ -20,11 +20,14 @@ from .ttt_linear.reference import inner_gradient, normalise
 
 
 def ttt_linear_by_scan(*values: Any) -> tuple[Tensor, Tensor]:
-    """The dual form of `ttt_linear.reference`, a chunk per step. Tokens beyond the last one have a rate of 0."""
+    """Compute the dual form of `ttt_linear.reference`, one chunk per step.
+
+    The tokens that pad the last chunk have a rate of 0, and therefore change nothing.
+    """
     q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, chunk_size, reverse, eps, _, _ = values
     B, T, R, H, D = q.shape
     n = min(chunk_size, T)
-    m = (T + n - 1) // n  # ONNX divides integers towards 0, so nothing negative
+    m = (T + n - 1) // n  # no negative dividend: ONNX rounds quotients towards 0
 
     def per_group(x: Tensor) -> Tensor:  # (R,H,...) -> (G,...)
         return x.expand(B, *x.shape).flatten(0, 2)
@@ -39,7 +42,7 @@ def ttt_linear_by_scan(*values: Any) -> tuple[Tensor, Tensor]:
 
     c = per_group(token_scale[:, None, :n, None].expand(R, H, n, n)).tril()
     W, b, gamma, mu = (per_group(x) for x in (W0, b0.unsqueeze(2), ln_weight.unsqueeze(2), ln_bias.unsqueeze(2)))
-    # one tensor for all that a token has: what traces a graph takes as long as the graph has nodes
+    # q, k, v and lr of a token are one tensor: tracing takes time for every node of the graph
     tokens = torch.cat((q, k, v, lr[:, :, None, :, None].expand(B, T, R, H, 1)), -1)
     tokens = F.pad(_scan_order(tokens, reverse), (0, 0, 0, 0, 0, 0, 0, m * n - T))
     tokens = tokens.unflatten(1, (m, n)).permute(1, 0, 3, 4, 2, 5).flatten(1, 3)  # (m,G,n,·), in scan order
@@ -49,12 +52,12 @@ def ttt_linear_by_scan(*values: Any) -> tuple[Tensor, Tensor]:
 
 
 def _scan_order(x: Tensor, reverse: Sequence[bool]) -> Tensor:
-    """(B,T,R,...) with the directions that scan backward flipped along T; its own inverse."""
+    """Return (B,T,R,...) with the directions that scan backward flipped along T; its own inverse."""
     return torch.stack([part.flip(1) if back else part for part, back in zip(x.unbind(2), reverse, strict=True)], 2)
 
 
 def selective_scan_by_scan(*values: Any) -> tuple[Tensor, Tensor]:
-    """The recurrence of `selective_scan.reference`, a token per step."""
+    """Compute the recurrence of `selective_scan.reference`, one token per step."""
     u, delta, A, B, C, D, z, delta_bias, reverse, _, _, _ = values
     u = u.repeat(1, 1, len(reverse) // u.shape[2], 1)
 
@@ -72,11 +75,15 @@ def selective_scan_by_scan(*values: Any) -> tuple[Tensor, Tensor]:
 def bi_wkv_by_scan(
     w: Tensor, u: Tensor, k: Tensor, v: Tensor, backend: str, keep_states: bool
 ) -> tuple[Tensor, Tensor]:
-    """Sums over tokens before t and, backward, after t, each without its largest exponent p; then both with token t."""
+    """Compute the equation of `bi_wkv.reference` from two sums, over the tokens before t and over those after t.
+
+    Each sum is kept without its largest exponent p, by one step of the scan per token; token t itself is added last.
+    """
 
     def step(p, numerator, denominator, k, v, w):
         top = torch.maximum(p - w, k)
         old, new = torch.exp(p - w - top), torch.exp(k - top)
+        # `scan` allows no output that aliases an input, hence the clones
         return (
             top,
             old * numerator + new * v,
@@ -99,9 +106,9 @@ def bi_wkv_by_scan(
 
 
 def _conv2d(x, weight, bias=None, stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1):
-    """A convolution. A depth-wise one with a window for each image of the batch becomes sums over shifted images.
+    """Compute a convolution; a depth-wise one with a window for each image of the batch is a sum over shifted images.
 
-    Its number of groups depends on the batch, and ONNX wants a constant.
+    Its number of groups depends on the batch size, and ONNX requires a constant.
     """
     if not isinstance(groups, torch.SymInt):
         return torch.convolution(x, weight, bias, stride, padding, dilation, False, (0, 0), groups)
@@ -112,7 +119,7 @@ def _conv2d(x, weight, bias=None, stride=(1, 1), padding=(0, 0), dilation=(1, 1)
 def _convolution_backward(
     dout, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask
 ):
-    """The weight's gradient of that convolution: Σ_p x[p + offset] dout[p] for each offset."""
+    """Compute the weight's gradient of such a depth-wise convolution: Σ_p x[p + offset] dout[p] for each offset."""
     if not isinstance(groups, torch.SymInt) or list(output_mask) != [False, True, False]:
         return NotImplemented
     height, width = weight.shape[-2:]
@@ -121,7 +128,7 @@ def _convolution_backward(
 
 
 def _shifts(x: Tensor, height: int, width: int, padding: Sequence[int]) -> Iterator[tuple[int, int, Tensor]]:
-    """Row and column of each element of a window, with the image shifted to it."""
+    """Yield the row and column of each element of a window, with the image shifted by them."""
     rows, columns = x.shape[-2:]
     padded = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
     rows, columns = rows + 2 * padding[0] - height + 1, columns + 2 * padding[1] - width + 1

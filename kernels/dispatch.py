@@ -1,4 +1,4 @@
-"""What the operators share: how a backend is chosen, the checks of tensor arguments, the context that they run in."""
+"""Shared by all operators: choice of a backend, checks of tensor arguments, and a context without autocast."""
 
 import contextlib
 import functools
@@ -19,18 +19,18 @@ from torch import Tensor
 BACKENDS = ("auto", "triton", "numba", "torch", "reference")
 _DTYPE_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
-# imports the modules of a backend, the one with `forward` and the one with `backward`, by import statements, in which
-# code hashes find them
+# imports the modules of a backend, the one with `forward` and the one with `backward`; by import statements, since the
+# code hashes find modules by these
 Load = Callable[[], tuple[ModuleType, ModuleType]]
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of states, statistics and accumulators for activations of `dtype`: fp64 for fp64, else fp32."""
+    """Return the dtype of states, statistics and accumulators for activations of `dtype`: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def check_backend(backend: str) -> None:
-    """Raise a ValueError for a name that is not a backend's."""
+    """Raise a ValueError for an unknown name of a backend."""
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}, expected one of {', '.join(BACKENDS)}")
 
@@ -38,15 +38,19 @@ def check_backend(backend: str) -> None:
 def choose_backend(
     backend: str, device: torch.device | str, leading: str, load_triton: Load, *sizes: Any, has_loops: bool = False
 ) -> str:
-    """The backend that will run for a request: `triton`, `numba`, `torch` or `reference`.
+    """Return the backend that will run for a request: `triton`, `numba`, `torch` or `reference`.
 
     `auto` takes `triton` on a GPU that can run the operator's Triton kernels at these sizes; on a CPU `numba`, where
-    the package is installed and the operator has loops for it; else `torch`. Where a machine with a GPU lacks the
-    compiler that Triton needs, a warning says so once.
+    the package is installed and the operator has loops for it; else `torch`. A machine with a GPU but without the
+    compiler that Triton needs gives one warning.
 
     Args:
-        leading: the name of the argument by which all others are measured, for messages.
-        sizes: what the operator's `triton_fwd.unsupported` takes.
+        backend: one of `BACKENDS`.
+        device: where the tensors are.
+        leading: the name of the argument from which the shapes of the others follow, for messages.
+        load_triton: imports the operator's Triton modules.
+        sizes: the arguments of the operator's `triton_fwd.unsupported`.
+        has_loops: whether the operator has loops for `numba`, at these sizes.
 
     Raises:
         ValueError: an unknown backend, or one that cannot run there.
@@ -67,7 +71,7 @@ def choose_backend(
 
 
 def loops_obstacle(device: torch.device, leading: str, has_loops: bool) -> str | None:
-    """What keeps numba's loops from running an operator on a device, or None."""
+    """Return why numba's loops cannot run an operator on a device, or None."""
     if not has_loops:
         return "this operator has no loops for it"
     if device.type != "cpu":
@@ -77,19 +81,19 @@ def loops_obstacle(device: torch.device, leading: str, has_loops: bool) -> str |
 
 @functools.cache
 def numba_obstacle() -> str | None:
-    """Why numba cannot be used, or None. It is imported to find out: one older than its NumPy refuses it."""
+    """Return why numba cannot be used, or None. It is imported to find out: an old one refuses a newer NumPy."""
     if importlib.util.find_spec("numba") is None:
         return "the package numba is not installed"
     try:
         importlib.import_module("numba")
-    except Exception as error:  # a package that does not fit another fails in many ways
+    except Exception as error:  # an incompatible package can fail with any exception
         return f"the package numba cannot be imported: {str(error).partition(chr(10))[0]}"
     return None
 
 
 @functools.cache
 def package_obstacle(device: torch.device) -> str | None:
-    """What keeps Triton from working on this machine, or None; a warning where it is the compiler for a present GPU."""
+    """Return why Triton cannot work on this machine, or None; warn where a GPU is present but no compiler."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     if find_gpu(device) is None or (obstacle := compiler_obstacle()) is None:
@@ -99,12 +103,15 @@ def package_obstacle(device: torch.device) -> str | None:
 
 
 def find_compiler() -> str | None:
-    """The C compiler that Triton and torch.compile take: $CC, else gcc, else clang."""
+    """Return the C compiler that Triton and torch.compile take: $CC, else gcc, else clang; None without any."""
     return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 
 
 def compiler_obstacle() -> str | None:
-    """Why Triton cannot build a kernel's launcher, which takes a C compiler and Python.h, with the fix; or None."""
+    """Return why Triton cannot build a kernel's launcher, with the fix, or None.
+
+    It needs a C compiler and Python.h.
+    """
     chosen = find_compiler()
     if chosen is None:
         return "there is no C compiler, neither $CC nor gcc nor clang: install gcc, or set CC"
@@ -117,7 +124,7 @@ def compiler_obstacle() -> str | None:
 
 @functools.cache
 def triton_obstacle(device: torch.device, leading: str, load_triton: Load, sizes: tuple) -> str | None:
-    """What keeps an operator's Triton kernels from running on a device at these sizes, or None; see `choose_backend`."""
+    """Return why an operator's Triton kernels cannot run on a device at these sizes, or None; see `choose_backend`."""
     triton_fwd, _ = load_triton()
     if device.type != "cuda" and not (device.type == "cpu" and triton_fwd.INTERPRETED):
         return f"{leading} is on {device}, expected a CUDA device (or the CPU, with TRITON_INTERPRET=1 set before Triton is imported)"
@@ -128,13 +135,16 @@ def triton_obstacle(device: torch.device, leading: str, load_triton: Load, sizes
 
 
 def find_gpu(device: torch.device | str) -> Any:
-    """torch's description of a GPU; None for another device, and for a fake tensor's GPU that does not exist."""
+    """Return torch's properties of a GPU; None for another device, and for a fake tensor's GPU that does not exist."""
     exists = torch.device(device).type == "cuda" and torch.cuda.is_available()
     return torch.cuda.get_device_properties(device) if exists else None
 
 
 def no_autocast(device_type: str) -> contextlib.AbstractContextManager:
-    """A context without autocast; empty where autocast is off already, so that an exported graph has no trace of it."""
+    """Return a context without autocast.
+
+    It is empty where autocast is off already, and then leaves no trace in an exported graph.
+    """
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()
@@ -148,11 +158,12 @@ def check_are_tensors(op: str, arguments: Mapping[str, object]) -> None:
 
 
 def check_leading(op: str, name: str, x: Tensor, letters: str, sizes: Sequence[int | None]) -> None:
-    """Raise a ValueError or TypeError that says what is wrong with x, the argument by which all others are measured.
+    """Raise a ValueError or TypeError if x, from which the shapes of the other arguments follow, is not as expected.
 
     Args:
+        op, name: the operator and the argument, for the message.
         letters: its axes as the operator's docstring writes them, such as `(B,T,2,H,D)`.
-        sizes: the size that each axis must have; None for any size from 1 on.
+        sizes: the size that each axis must have; None for any size of at least 1.
     """
     if x.dim() != len(sizes) or any(
         want is not None and size != want for size, want in zip(x.shape, sizes, strict=True)
@@ -175,10 +186,12 @@ def check_others(
     """Raise a ValueError or TypeError that names the first tensor that does not fit the leading one.
 
     Args:
-        leading: the name of the argument by which the others are measured.
+        op: the operator, for the message.
+        leading: the name of the argument from which the shapes of the others follow.
         tensors: all tensors by name, the leading one among them.
+        shapes: the shape that each tensor must have, by name.
         same_dtype: the names of those that must have the leading one's dtype; the others may also be fp32.
-        beside: what else the shapes depend on, such as ` and chunk_size 16`.
+        beside: what else the shapes depend on, for the message, such as ` and chunk_size 16`.
     """
     lead = tensors[leading]
     for name, x in tensors.items():

@@ -1,4 +1,4 @@
-"""numba's loops shared among as many threads as PyTorch has."""
+"""Run numba's loops on as many threads as PyTorch has."""
 
 import functools
 import os
@@ -12,8 +12,11 @@ if TYPE_CHECKING:
 
 
 def run_loop(loop: "Loop", tasks: int, *arguments: Any, constants: tuple[tuple[Any, ...], ...] = ()) -> None:
-    """Do a loop's tasks on as many threads as PyTorch has; tensors go as arrays, and tuples as what they hold."""
-    import numba  # imports before torch would bring a second OpenMP
+    """Run a loop's tasks on as many threads as PyTorch has.
+
+    Tensors are passed as arrays, and tuples as the values that they hold. `constants` are those of `cpu_loops.Loop`.
+    """
+    import numba  # here, not above: imported before torch, numba would load a second OpenMP
 
     arrays = [each for argument in arguments for each in (argument if isinstance(argument, tuple) else (argument,))]
     arrays = [each.detach().numpy() if isinstance(each, torch.Tensor) else each for each in arrays]
@@ -26,10 +29,10 @@ def run_loop(loop: "Loop", tasks: int, *arguments: Any, constants: tuple[tuple[A
 
 
 def lay_flat(x: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """What loops take of rows that lie apart, such as slices of longer ones: all numbers from the first to the last, in
-    memory's order, and the strides of all axes but the last.
+    """Return a tensor for the loops as a flat array and the strides of all axes but the last.
 
-    A tensor whose last axis is no contiguous row is copied.
+    The array has all elements from the tensor's first to its last in the order of memory: rows may be slices of longer
+    ones, and are not copied. A tensor whose last axis is not contiguous is copied.
     """
     x = x.detach() if x.stride(-1) == 1 else x.detach().contiguous()
     numbers = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
@@ -37,7 +40,10 @@ def lay_flat(x: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 
 def split(scans: int, channels: int, block: int) -> tuple[int, int]:
-    """(tasks, channels of each): all channels, or a multiple of `block` where tasks would be fewer than threads."""
+    """Return (tasks, channels of a task) for so many scans.
+
+    A task has all channels, or a multiple of `block` where there would be fewer tasks than threads.
+    """
     blocks = -(-channels // block)
     span = -(-blocks // min(blocks, -(-torch.get_num_threads() // scans))) * block
     return scans * -(-channels // span), span
@@ -45,10 +51,10 @@ def split(scans: int, channels: int, block: int) -> tuple[int, int]:
 
 @functools.cache
 def _start_threads() -> int:
-    """Start OpenMP's threads for numba; return the process that has them, or 0 where numba finds no OpenMP.
+    """Start OpenMP's threads for numba; return the id of this process, or 0 where numba finds no OpenMP.
 
-    A child that is forked afterwards must not use them: GNU's OpenMP would end it. numba's own threads serve one caller
-    at a time, and end a process that calls twice at once.
+    A child that is forked later must not use them: GNU's OpenMP would end it. numba's own threads serve one caller at a
+    time, and end a process that calls twice at once.
     """
     import numba
 
@@ -59,5 +65,5 @@ def _start_threads() -> int:
         numba.set_num_threads(1)
     except ValueError:
         return 0
-    torch.set_num_threads(before)  # numba sets OpenMP's number to that of the processors
+    torch.set_num_threads(before)  # numba has set OpenMP's number of threads to that of the processors
     return os.getpid() if numba.threading_layer() in ("omp", "tbb") else 0

@@ -1,4 +1,4 @@
-"""What lies around the scan in a block of Vittt, each as one kernel: `op` has the functions, `reference` the equations."""
+"""Fused kernels for the parts of a Vittt block around the scan: `op` has the functions, `reference` the equations."""
 
 from .op import conv_norm, gated_linear, gated_norm, scan_convs
 

@@ -1,8 +1,8 @@
-"""The public operators around the scan: choice of a backend, checks of shapes, FLOP counts.
+"""Public operators around the scan: choice of a backend, shape checks, FLOP counts.
 
-Each is one launch forward. The models call them where `selected_backend` says `triton`, for inference on CPUs where it
-says `numba`, and plain PyTorch elsewhere; the backend `torch` is the reference, for tests and for tensors that the
-kernels cannot take. Shape letters as in `reference`.
+The forward pass of each is one kernel launch. The models call these operators where `selected_backend` returns
+`triton`, and for inference on CPUs also where it returns `numba`; elsewhere they run plain PyTorch. The backend `torch`
+is the reference formula. It serves tests, and tensors that the kernels cannot take. Shape letters as in `reference`.
 """
 
 import functools
@@ -44,13 +44,14 @@ def conv_norm(
     eps: float = 1e-6,
     backend: str = "auto",
 ) -> Tensor:
-    """Tokens with their depth-wise convolution on the grid added, and the LayerNorm of that.
+    """Add a depth-wise 3 x 3 convolution on the grid to the tokens, and apply LayerNorm to the sum.
 
     Args:
         tokens: (B,T,D), row by row on a grid of `height` rows.
-        weight: (D,3,3) of the convolution, which sees zeros around the grid and has no bias.
+        weight: (D,3,3) of the convolution, which pads the grid with zeros and has no bias.
         gamma, beta: (D,) of the norm.
-        height: rows of the grid, of which T is a multiple.
+        height: rows of the grid; it divides T.
+        eps: added to the variance.
         backend: `auto`, `triton`, `numba`, `torch` or `reference`.
 
     Returns:
@@ -70,11 +71,12 @@ def conv_norm(
 def scan_convs(
     x: Tensor, k_weight: Tensor, k_bias: Tensor, q_weight: Tensor, q_bias: Tensor, *, backend: str = "auto"
 ) -> Tensor:
-    """Keys and queries of both directions: causal depth-wise convolutions over four tokens of the same input.
+    """Compute keys and queries of both directions by causal depth-wise convolutions over four tokens of one input.
 
     Args:
-        x: (B,T,2D), the forward direction's channels first. A slice of longer rows is taken as it lies.
-        k_weight, q_weight: (2D,4), in the order of each direction's scan. k_bias, q_bias: (2D,).
+        x: (B,T,2D), the forward direction's channels first. A slice of longer rows is not copied.
+        k_weight, q_weight: (2D,4), taps in the order of each direction's scan; the last one is for the token itself.
+        k_bias, q_bias: (2D,).
         backend: `auto`, `triton`, `torch` or `reference`.
 
     Returns:
@@ -94,10 +96,13 @@ def scan_convs(
 def gated_norm(
     z: Tensor, gate: Tensor, weight: Tensor, bias: Tensor, *, eps: float = 1e-6, backend: str = "auto"
 ) -> Tensor:
-    """GELU(gate) ⊙ LN(z of both directions), with the tanh approximation of GELU.
+    """Compute GELU(gate) ⊙ LN(Σ_r z_r) over both directions r, with the tanh approximation of GELU.
 
     Args:
-        z: (B,T,2,D). gate: (B,T,D); a slice of longer rows is taken as it lies. weight, bias: (D,) of the norm.
+        z: (B,T,2,D).
+        gate: (B,T,D). A slice of longer rows is not copied.
+        weight, bias: (D,) of the norm.
+        eps: added to the variance.
         backend: `auto`, `triton`, `numba`, `torch` or `reference`.
 
     Returns:
@@ -113,10 +118,13 @@ def gated_norm(
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor, *, backend: str = "auto") -> Tensor:
-    """SiLU(a) ⊙ b of [a, b] = x Wᵀ + bias, and columns of ones, with which the next matrix product adds its bias.
+    """Compute SiLU(a) ⊙ b with [a, b] = x Wᵀ + bias, and append eight columns of ones.
+
+    The next matrix product adds its bias through the columns of ones.
 
     Args:
-        x: (B,T,D). weight: (2F,D), a's rows first. bias: (2F,).
+        x: (B,T,D).
+        weight: (2F,D), a's rows first. bias: (2F,).
         backend: `auto`, `triton`, `torch` or `reference`.
 
     Returns:
@@ -140,31 +148,39 @@ def selected_backend(
     leading: str = "tokens",
     has_loops: bool = True,
 ) -> str:
-    """The backend that will run for a request; errors are those of `dispatch.choose_backend`.
+    """Return the backend that will run for a request: `triton`, `numba`, `torch` or `reference`.
 
-    `dtype` is that of the activations, and `leading` the name of the first one. `conv_norm` and `gated_norm` have a
-    backend `numba`, with the gradients of `torch`.
+    Args:
+        backend: the requested one, or `auto`.
+        device: where the tensors are.
+        dtype: that of the activations.
+        leading: the name of the first activation, for messages.
+        has_loops: whether the operator has a loop for `numba`, as `conv_norm` and `gated_norm` have; its gradients are
+            those of `torch`.
+
+    Raises:
+        ValueError: as `dispatch.choose_backend`.
     """
     return dispatch.choose_backend(backend, device, leading, _load_triton, dtype, leading, has_loops=has_loops)
 
 
 @functools.cache
 def _load(name: str) -> tuple[Any, Any]:
-    """The modules that `CustomOp` takes, with the forward and the backward pass of one operator."""
+    """Return the forward and backward pass of one operator as the namespaces that `CustomOp` takes."""
     forward, backward = (getattr(module, name) for module in _load_triton())
     return SimpleNamespace(forward=forward), SimpleNamespace(backward=backward)
 
 
 @functools.cache
 def _load_loops(name: str, formula: Callable[[Any], Tensor]) -> tuple[Any, Any]:
-    """As `_load`: the loop of one operator, and its formula for autograd."""
+    """Return the numba loop of one operator, and its formula, which autograd differentiates."""
     from . import numba_path
 
     return SimpleNamespace(forward=getattr(numba_path, name)), SimpleNamespace(forward=formula)
 
 
 def _check_first(op: str, tensors: dict[str, Any], letters: str, sizes: tuple[int | None, ...]) -> tuple[int, ...]:
-    """The shape of the first of the tensors, by which the others are measured."""
+    """Check the first tensor and return its shape, from which the shapes of the others follow."""
     leading = next(iter(tensors))
     dispatch.check_are_tensors(op, tensors)
     dispatch.check_leading(op, leading, tensors[leading], letters, sizes)
@@ -219,6 +235,7 @@ SCAN_CONVS = _register(
     lambda x: 8 * _size(x.x),
     has_loops=False,
 )
+# element-wise operations count as free, as in PyTorch's FLOP counter
 GATED_NORM = _register("gated_norm", GatedNorm, "z", gated_norm_formula, lambda x: x.gate.shape, lambda x: 0)
 GATED_LINEAR = _register(
     "gated_linear",
@@ -232,6 +249,6 @@ GATED_LINEAR = _register(
 
 
 def _size(shape: tuple) -> int:
-    """The numbers in a tensor, of which `CustomOp` gives the formulas the shape."""
+    """Return B·T·D. For FLOP counts `CustomOp` passes shapes in place of tensors."""
     B, T, D = shape
     return B * T * D

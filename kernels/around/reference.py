@@ -1,4 +1,4 @@
-"""The arguments of the operators around the scan, and their equations in plain PyTorch, differentiable by autograd.
+"""Arguments of the operators around the scan, and their equations in plain PyTorch, differentiable by autograd.
 
 They compute in fp64 for fp64 inputs and in fp32 otherwise. Shape letters: B samples, T tokens, D width, F hidden width.
 """
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..dispatch import compute_dtype
 
-TAPS = 4  # of the causal convolutions
-# columns of ones that `gated_linear` adds: eight two-byte numbers are the 16 bytes to which a GPU's products are
-# aligned
+TAPS = 4  # tokens in the window of a causal convolution
+# columns of ones that `gated_linear` appends: eight two-byte numbers keep the rows aligned to 16 bytes, as matrix
+# products on a GPU want them
 ONES = 8
 
 
@@ -29,7 +29,7 @@ class ConvNorm(NamedTuple):
 
 
 class ScanConvs(NamedTuple):
-    """x (B,T,2D), D for each direction; for k and for q a weight (2D,4) in the order of the scan, and a bias (2D,)."""
+    """x (B,T,2D), D for each direction; for k and for q a weight (2D,4) in scan order, and a bias (2D,)."""
 
     x: Tensor
     k_weight: Tensor
@@ -49,7 +49,7 @@ class GatedNorm(NamedTuple):
 
 
 class GatedLinear(NamedTuple):
-    """x (B,T,D), weight (2F,D) and bias (2F,): first of the sigmoid linear unit's input, then of its factor."""
+    """x (B,T,D), weight (2F,D) and bias (2F,): first the rows of a, SiLU's input, then those of b, its factor."""
 
     x: Tensor
     weight: Tensor
@@ -57,7 +57,7 @@ class GatedLinear(NamedTuple):
 
 
 def conv_norm_formula(x: ConvNorm) -> Tensor:
-    """(2,B,T,D): y = tokens + their depth-wise convolution, 3 x 3 with zeros around the grid; and LN(y)."""
+    """Return y and LN(y), (2,B,T,D), with y = tokens + their depth-wise 3 x 3 convolution, zeros around the grid."""
     dtype = compute_dtype(x.tokens.dtype)
     tokens, weight, gamma, beta = (each.to(dtype) for each in x[:4])
     image = tokens.transpose(1, 2).unflatten(2, (x.height, -1))
@@ -66,26 +66,27 @@ def conv_norm_formula(x: ConvNorm) -> Tensor:
 
 
 def scan_convs_formula(x: ScanConvs) -> Tensor:
-    """(2,B,T,2D): k and q, causal depth-wise convolutions of each direction in its own order of the tokens."""
+    """Return k and q, (2,B,T,2D): causal depth-wise convolutions of each direction in its own scan order."""
     dtype = compute_dtype(x.x.dtype)
     forth, back = x.x.to(dtype).chunk(2, -1)
     padded = torch.cat([F.pad(forth, (0, 0, TAPS - 1, 0)), F.pad(back, (0, 0, 0, TAPS - 1))], -1).transpose(1, 2)
     outs = []
     for weight, bias in ((x.k_weight, x.k_bias), (x.q_weight, x.q_bias)):
+        # conv1d slides forward: the taps of the direction that scans backward are reversed
         ordered = torch.cat([weight[: len(weight) // 2], weight[len(weight) // 2 :].flip(1)]).to(dtype)
         outs.append(F.conv1d(padded, ordered[:, None], bias.to(dtype), groups=len(weight)).transpose(1, 2))
     return torch.stack(outs).to(x.x.dtype)
 
 
 def gated_norm_formula(x: GatedNorm) -> Tensor:
-    """(B,T,D): GELU(gate) ⊙ LN(z of both directions), with the tanh approximation of GELU."""
+    """Return GELU(gate) ⊙ LN(Σ_r z_r), (B,T,D), with the tanh approximation of GELU."""
     dtype = compute_dtype(x.z.dtype)
     z, gate, weight, bias = (each.to(dtype) for each in x[:4])
     return (F.gelu(gate, approximate="tanh") * F.layer_norm(z.sum(2), weight.shape, weight, bias, x.eps)).to(x.z.dtype)
 
 
 def gated_linear_formula(x: GatedLinear) -> Tensor:
-    """(B,T,F+8): SiLU(a) ⊙ b of [a, b] = x Wᵀ + bias, and ones, with which a matrix product can add a bias."""
+    """Return SiLU(a) ⊙ b with [a, b] = x Wᵀ + bias, then eight columns of ones: (B,T,F+8)."""
     dtype = compute_dtype(x.x.dtype)
     a, b = F.linear(x.x.to(dtype), x.weight.to(dtype), x.bias.to(dtype)).chunk(2, -1)
     out = F.silu(a) * b

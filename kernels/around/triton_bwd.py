@@ -1,7 +1,7 @@
-"""The operators around the scan in Triton: the backward passes, which repeat what they need of the forward ones.
+"""Triton backward passes of the operators around the scan, which recompute what they need of the forward pass.
 
-Every program goes through LOOP blocks of tokens and writes its own partial sums of the gradients that tokens share;
-torch adds them up. There are no atomics: two runs give the same bits. Shape letters as in `reference`.
+A program goes through LOOP blocks of tokens and writes its own partial sums of the gradients that all tokens share;
+torch adds these up. There are no atomics: two runs give the same bits. Shape letters as in `reference`.
 """
 
 import torch
@@ -19,7 +19,7 @@ LOOP = 16
 
 @triton.jit
 def convolve(tokens_ptr, taps_ptr, tile, t, T, width, c, here, D: tl.constexpr):
-    """Tokens t of an image, channels c at `tile`, with the sum of their nine weighted neighbours on the grid added."""
+    """Return tokens t, channels c at `tile`, plus the sum of their nine weighted neighbours on the grid."""
     y = tl.load(tokens_ptr + tile, mask=here, other=0.0).to(tl.float32)
     column = t % width
     for i in tl.static_range(9):
@@ -51,10 +51,10 @@ def norm_backward_kernel(
     ROWS: tl.constexpr,
     LOOP: tl.constexpr,
 ):
-    """g, the whole gradient of y, from what it gets besides and that of its norm; the sums are of gamma and beta.
+    """Write g, the gradient of y: dy plus the gradient through LN(y). Partial sums are those of gamma and beta.
 
-    y is the tokens, or with CONVOLVE their sum with their convolution. That is computed again: in the dtype in which it
-    was written, it would not give gradients to fp32.
+    y is the tokens, or with CONVOLVE the tokens plus their convolution. That is recomputed in fp32: the stored y is
+    rounded to its dtype, and would not give gradients to fp32.
     """
     b = tl.program_id(1).to(tl.int64)
     c = tl.arange(0, WIDTH)
@@ -97,13 +97,11 @@ def conv_backward_kernel(
     ROWS: tl.constexpr,
     LOOP: tl.constexpr,
 ):
-    """The gradient of the tokens, from that of the convolution and of the tokens that it is added to; the sums are
-    those of
-    the nine taps.
-    """
+    """Write the gradient of the tokens, g plus the transposed convolution of g. Partial sums are those of the taps."""
     b = tl.program_id(1).to(tl.int64)
     c = tl.arange(0, WIDTH)
     n = tl.arange(0, 16)[:, None]
+    # the sides of a tile are powers of two: nine taps take 16 rows
     sums = tl.zeros((16, WIDTH), tl.float32)
     for j in tl.range(0, LOOP):
         t = (tl.program_id(0) * LOOP + j) * ROWS + tl.arange(0, ROWS)
@@ -119,7 +117,7 @@ def conv_backward_kernel(
             there = tile + tl.cast(down * width + right, tl.int64) * D
             x = tl.load(tokens_ptr + there, mask=some, other=0.0).to(tl.float32)
             sums += tl.where(n == i, tl.sum(g * x, 0)[None, :], 0.0)
-            # the token there takes this tap of its neighbour here: tap 8 − i of the token there is this one
+            # the neighbour at tap i of this token sees this token at its tap 8 − i
             other = tl.load(g_ptr + there, mask=some, other=0.0).to(tl.float32)
             dtokens += other * tl.load(taps_ptr + (8 - i) * D + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
         tl.store(dtokens_ptr + tile, dtokens.to(dtokens_ptr.dtype.element_ty), mask=here)
@@ -144,7 +142,7 @@ def scan_convs_backward_kernel(
     BLOCK: tl.constexpr,
     LOOP: tl.constexpr,
 ):
-    """The gradient of x from those of k and q; `sums` has rows of k's four taps, q's, biases."""
+    """Write dx from dk and dq. The rows of the partial sums: four taps of k, four of q, both biases."""
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     b = tl.program_id(2).to(tl.int64)
     some = c < 2 * D
@@ -168,7 +166,7 @@ def scan_convs_backward_kernel(
             sums += tl.where(n == i, tl.sum(dk * x, 0)[None, :], 0.0) + tl.where(
                 n == 4 + i, tl.sum(dq * x, 0)[None, :], 0.0
             )
-            # this token is tap i of the one as far on the other side
+            # this token is at tap i of the token at the same distance on the other side
             at = t[:, None] - away
             there = inside & (at >= 0) & (at < T)
             far = (b * T + at) * (2 * D) + c[None, :]
@@ -201,7 +199,7 @@ def gated_norm_backward_kernel(
     ROWS: tl.constexpr,
     LOOP: tl.constexpr,
 ):
-    """The sums are those of weight and bias."""
+    """Write dz and dgate. Partial sums are those of weight and bias."""
     c = tl.arange(0, WIDTH)
     weight = tl.load(weight_ptr + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
     bias = tl.load(bias_ptr + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
@@ -217,6 +215,7 @@ def gated_norm_backward_kernel(
         g = tl.load(gate_ptr + t[:, None] * rows + c[None, :], mask=here, other=0.0).to(tl.float32)
         opened, s = gelu(g)
         d = tl.load(dout_ptr + t[:, None] * D + c[None, :], mask=here, other=0.0).to(tl.float32)
+        # GELU(g) = g s with s = sigmoid(2u), 2u = √(8/π) (g + 0.044715 g³), so its slope is s + g s (1 − s) (2u)′
         slope = s + g * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * g * g)
         tl.store(
             dgate_ptr + t[:, None] * dgate_rows + c[None, :],
@@ -229,6 +228,7 @@ def gated_norm_backward_kernel(
         d *= weight
         dz = rstd[:, None] * (d - (tl.sum(d, 1) / D)[:, None] - x * (tl.sum(d * x, 1) / D)[:, None])
         dz = dz.to(dz_ptr.dtype.element_ty)
+        # the norm sees the sum of both directions, which therefore have the same gradient
         tl.store(dz_ptr + both, dz, mask=here)
         tl.store(dz_ptr + both + D, dz, mask=here)
     at = partial_ptr + tl.program_id(0).to(tl.int64) * (2 * D) + c
@@ -248,7 +248,7 @@ def activation_backward_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """The gradient of h = [a, b] from that of SiLU(a) ⊙ b; the columns of ones have none."""
+    """Write the gradient of h = [a, b] from that of SiLU(a) ⊙ b. The columns of ones have no gradient."""
     t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = (t < count)[:, None] & (c < HIDDEN)[None, :]
@@ -262,40 +262,46 @@ def activation_backward_kernel(
 
 
 def row_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
-    """The candidates of the kernels that hold whole rows of `width` channels; the first is the untuned default."""
+    """Return the candidates for kernels that hold whole rows of `width` channels; the first is the untuned default."""
     rows = max(1, 1024 // next_power_of_2(width))
     return [triton.Config({"ROWS": each, "LOOP": LOOP}, num_warps=4, num_stages=1) for each in (rows, 2 * rows)]
 
 
 def block_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
-    """The candidates of the causal convolutions."""
+    """Return the candidates for the causal convolutions."""
     return [
         triton.Config({"TOKENS": tokens, "BLOCK": 64, "LOOP": LOOP}, num_warps=4, num_stages=1) for tokens in (16, 32)
     ]
 
 
 def activation_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
-    """The candidates of the activation."""
+    """Return the candidates for the activation."""
     return [
         triton.Config({"ROWS": rows, "BLOCK": block}, num_warps=4, num_stages=1) for rows, block in ((8, 256), (4, 512))
     ]
 
 
 def _most_programs(count: int, candidates: list[triton.Config], name: str) -> int:
-    """The most programs along the tokens of any config: as many rows of partial sums are held, zeros at the end."""
+    """Return the largest number of programs along the tokens of any config.
+
+    The partial sums have as many rows, since the config is not known yet. A config with fewer programs leaves the last
+    rows at zero.
+    """
     return max(ceil_div(count, config.kwargs[name] * config.kwargs["LOOP"]) for config in candidates)
 
 
 def conv_norm(dout: Tensor, x: ConvNorm, config: triton.Config | None = None) -> tuple[Tensor, ...]:
-    """The gradients of tokens, weight, gamma and beta, each in its input's shape and dtype."""
+    """Return the gradients of tokens, weight, gamma and beta, each in its input's shape and dtype."""
     dtokens, taps, (dgamma, dbeta) = sum_conv_norm(*dout.unbind(0), x, config)
+    # clones, since the results of an operator must not share memory
     gradients = dtokens, taps.T.reshape(x.weight.shape).contiguous(), dgamma.clone(), dbeta.clone()
     return tuple(gradient.to(tensor.dtype) for gradient, tensor in zip(gradients, x[:4], strict=True))
 
 
 def sum_conv_norm(dy: Tensor, dout: Tensor, x: ConvNorm, config: triton.Config | None = None) -> tuple[Tensor, ...]:
-    """The gradient of tokens from those of their sum with the convolution and of its norm; in fp32 those of the taps
-    (9,D), and of gamma and beta (2,D).
+    """Return the gradient of tokens, and in fp32 those of the taps (9,D), and of gamma and beta (2,D).
+
+    `dy` is the gradient of the sum of tokens and convolution, `dout` that of its norm, both (B,T,D).
     """
     B, T, D = x.tokens.shape
     tokens = x.tokens.contiguous()
@@ -314,11 +320,15 @@ def sum_conv_norm(dy: Tensor, dout: Tensor, x: ConvNorm, config: triton.Config |
 
 
 def sum_norm(dy: Tensor, dout: Tensor, y: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The gradient of y (B,T,D) from that of LN(y), and `dy`, which it gets besides; in fp32 gamma's and beta's (2,D)."""
+    """Return the gradient of y (B,T,D), dy plus the gradient through LN(y), and in fp32 those of gamma and beta (2,D).
+
+    `dout` is the gradient of LN(y).
+    """
     B, T, D = y.shape
     g, y = torch.empty_like(y), y.contiguous()
     programs = B * _most_programs(T, row_configs(y.dtype, D), "ROWS")
     sums = y.new_zeros(programs, 2, D, dtype=torch.float32)
+    # without CONVOLVE the kernel reads no taps: any pointer will do
     arguments = {"dy_ptr": dy.contiguous(), "dout_ptr": dout.contiguous(), "tokens_ptr": y, "taps_ptr": gamma}
     arguments |= {"gamma_ptr": gamma, "g_ptr": g, "partial_ptr": sums, "T": T, "width": 1, "eps": eps}
     arguments |= {"bucket": rows_bucket(y), "CONVOLVE": False, "D": D, "WIDTH": next_power_of_2(D)}
@@ -328,7 +338,7 @@ def sum_norm(dy: Tensor, dout: Tensor, y: Tensor, gamma: Tensor, eps: float) -> 
 
 
 def scan_convs(dout: Tensor, x: ScanConvs, config: triton.Config | None = None) -> tuple[Tensor, ...]:
-    """The gradients of x, and of k's and q's weight and bias."""
+    """Return the gradients of x, and of k's and q's weight and bias, each in its input's shape and dtype."""
     dx = x.x.new_empty(x.x.shape)
     taps = sum_scan_convs(*dout.unbind(0), x, dx, config)
     gradients = dx, taps[:4].T.contiguous(), taps[8].clone(), taps[4:8].T.contiguous(), taps[9].clone()
@@ -336,7 +346,10 @@ def scan_convs(dout: Tensor, x: ScanConvs, config: triton.Config | None = None) 
 
 
 def sum_scan_convs(dk: Tensor, dq: Tensor, x: ScanConvs, dx: Tensor, config: triton.Config | None = None) -> Tensor:
-    """Write the gradient of x to dx, whose rows may be longer; in fp32 (10,2D) those of k's taps, q's, and the biases."""
+    """Write the gradient of x to dx, whose rows may be longer than x's 2D numbers; return those of the parameters.
+
+    They are (10,2D) in fp32: k's four taps, q's four taps, k's bias, q's bias.
+    """
     B, T, E = x.x.shape
     given, rows = as_rows(x.x)
     programs = B * _most_programs(T, [config] if config else block_configs(dx.dtype, E), "TOKENS")
@@ -350,7 +363,7 @@ def sum_scan_convs(dk: Tensor, dq: Tensor, x: ScanConvs, dx: Tensor, config: tri
 
 
 def gated_norm(dout: Tensor, x: GatedNorm, config: triton.Config | None = None) -> tuple[Tensor, ...]:
-    """The gradients of z, gate, weight and bias."""
+    """Return the gradients of z, gate, weight and bias, each in its input's shape and dtype."""
     dgate = x.gate.new_empty(x.gate.shape)
     dz, sums = sum_gated_norm(dout, x, dgate, config)
     gradients = dz, dgate, *(each.clone() for each in sums)
@@ -360,7 +373,10 @@ def gated_norm(dout: Tensor, x: GatedNorm, config: triton.Config | None = None) 
 def sum_gated_norm(
     dout: Tensor, x: GatedNorm, dgate: Tensor, config: triton.Config | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of z; that of gate goes to dgate, whose rows may be longer; in fp32 (2,D) of weight and bias."""
+    """Write the gradient of gate to dgate, whose rows may be longer than D; return those of z, weight and bias.
+
+    That of z has z's shape and dtype; those of weight and bias are (2,D) in fp32.
+    """
     B, T, D = x.gate.shape
     gate, rows = as_rows(x.gate)
     dz = x.z.new_empty(x.z.shape)
@@ -388,7 +404,10 @@ def sum_gated_norm(
 
 
 def gated_linear(dout: Tensor, x: GatedLinear, config: triton.Config | None = None) -> tuple[Tensor, ...]:
-    """The gradients of x, weight and bias; h, which forward does not write, is computed again by PyTorch's product."""
+    """Return the gradients of x, weight and bias, each in its input's shape and dtype.
+
+    The forward pass does not store h = x Wᵀ + bias; PyTorch's product computes it again.
+    """
     (B, T, D), hidden = x.x.shape, len(x.weight) // 2
     dtype, tokens, weight = x.x.dtype, x.x.reshape(B * T, D), x.weight.to(x.x.dtype)
     h = torch.addmm(x.bias.to(dtype), tokens, weight.T)

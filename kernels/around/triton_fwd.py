@@ -1,8 +1,8 @@
-"""The operators around the scan in Triton: the forward passes.
+"""Triton forward passes of the operators around the scan.
 
-All are limited by memory: each reads its inputs and writes its output once. Values are fp32 in registers, one program
-for a few tokens and, where a norm needs a whole row, all channels. Rows may be longer than what is used of them: gate
-and x are slices of a projection's output, taken as they lie. Shape letters as in `reference`.
+All are limited by memory bandwidth: each reads its inputs and writes its output once. Values are fp32 in registers. A
+program has a few tokens and, where a norm needs a whole row, all channels. Rows may be longer than the part that is
+used: gate and x are slices of a projection's output, which are not copied. Shape letters as in `reference`.
 """
 
 import torch
@@ -16,12 +16,12 @@ from .reference import ONES, ConvNorm, GatedLinear, GatedNorm, ScanConvs
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 DTYPES = torch.float32, torch.float16, torch.bfloat16
-_LEAST_TOKENS = 32  # of a program of the causal convolutions
+_LEAST_TOKENS = 32  # fewest tokens of a program of the causal convolutions
 
 
 @triton.jit
 def normalise(y, D: tl.constexpr, inside, eps):
-    """Rows of y with mean 0 and variance 1, over the D channels that are inside, and 1/σ."""
+    """Return the rows of y with mean 0 and variance 1 over the D channels that are `inside`, and 1/σ."""
     x = tl.where(inside, y - (tl.sum(y, 1) / D)[:, None], 0.0)
     rstd = tl.rsqrt(tl.sum(x * x, 1) / D + eps)
     return x * rstd[:, None], rstd
@@ -29,15 +29,16 @@ def normalise(y, D: tl.constexpr, inside, eps):
 
 @triton.jit
 def gelu(g):
-    """GELU with the tanh approximation, and the sigmoid 1/(1 + e^{−2u}) that it is g times."""
+    """Return GELU(g) = g s by its tanh approximation, and s = sigmoid(√(8/π) (g + 0.044715 g³))."""
     s = sigmoid(1.5957691216057308 * (g + 0.044715 * g * g * g))
     return g * s, s
 
 
 @triton.jit
 def load_wide(weight_ptr, like, D: tl.constexpr):
-    """A weight (D,) in fp32, repeated for each row of `like` (rows,width), where each thread has what its own elements
-    take: nothing passes between threads.
+    """Load a weight (D,) in fp32, repeated for each row of `like` (rows,width).
+
+    Each thread loads the elements that it needs itself: no data pass between threads.
     """
     at = tl.zeros_like(like).to(tl.int32) + tl.arange(0, like.shape[1])[None, :]
     return tl.load(weight_ptr + at, mask=at < D, other=0.0).to(tl.float32)
@@ -45,7 +46,7 @@ def load_wide(weight_ptr, like, D: tl.constexpr):
 
 @triton.jit
 def load_column(tokens_ptr, middle, x, width, above, here, below, D: tl.constexpr):
-    """Column x of the grid in three rows, whose first columns lie a row before `middle`, there, and a row behind."""
+    """Load column x of the grid in three rows: one above the row that begins at `middle`, that row, and one below."""
     some = (x >= 0) & (x < width)
     row = width.to(tl.int64) * D
     at = tokens_ptr + middle + tl.cast(x, tl.int64) * D
@@ -73,10 +74,10 @@ def conv_norm_kernel(
     ROWS: tl.constexpr,
     LOOP: tl.constexpr,
 ):
-    """ROWS rows of the grid, LOOP columns from left to right; y, and its norm in `out`. The taps are (9,D).
+    """Write y and its norm for ROWS rows of the grid and LOOP columns, from left to right. The taps are (9,D).
 
     A column is loaded once, one step ahead, and added to its own sum and to those of its neighbours: a thread carries
-    two sums of each of its channels.
+    two sums for each of its channels.
     """
     parts = (width + LOOP - 1) // LOOP
     b = tl.program_id(1).to(tl.int64)
@@ -93,7 +94,7 @@ def conv_norm_kernel(
     k01 = load_wide(taps_ptr + D, like, D)
     k02 = load_wide(taps_ptr + 2 * D, like, D)
     k10 = load_wide(taps_ptr + 3 * D, like, D)
-    k11 = load_wide(taps_ptr + 4 * D, like, D) + 1.0  # the token itself is added too
+    k11 = load_wide(taps_ptr + 4 * D, like, D) + 1.0  # plus one: the token itself is added too
     k12 = load_wide(taps_ptr + 5 * D, like, D)
     k20 = load_wide(taps_ptr + 6 * D, like, D)
     k21 = load_wide(taps_ptr + 7 * D, like, D)
@@ -103,6 +104,7 @@ def conv_norm_kernel(
     left0, left1, left2 = load_column(tokens_ptr, middle, first - 1, width, above, here, below, D)
     own0, own1, own2 = load_column(tokens_ptr, middle, first, width, above, here, below, D)
     new0, new1, new2 = load_column(tokens_ptr, middle, first + 1, width, above, here, below, D)
+    # `last` is the sum at x without column x + 1, `current` the part of column x in the sum at x + 1
     last = k00 * left0.to(tl.float32) + k10 * left1.to(tl.float32) + k20 * left2.to(tl.float32)
     last += k01 * own0.to(tl.float32) + k11 * own1.to(tl.float32) + k21 * own2.to(tl.float32)
     current = k00 * own0.to(tl.float32) + k10 * own1.to(tl.float32) + k20 * own2.to(tl.float32)
@@ -135,8 +137,9 @@ def scan_convs_kernel(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A token of x has `rows` numbers, of which 2·D are used; `size` is B·T·2·D, the distance from k to q. The i-th of
-    the `taps` (`lay_taps`) is 3 − i tokens back.
+    """Write k and q. A token of x has `rows` numbers, of which 2D are used; q begins `size` = B·T·2D after k.
+
+    Tap i of `taps` (see `lay_taps`) is for the token 3 − i before, in scan order.
     """
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -173,7 +176,7 @@ def gated_norm_kernel(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """`count` is B·T; a token of the gate has `rows` numbers, of which D are used."""
+    """Write out. `count` is B·T; a token of the gate has `rows` numbers, of which D are used."""
     t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, WIDTH)
     here = (t < count)[:, None] & (c < D)[None, :]
@@ -190,7 +193,7 @@ def gated_norm_kernel(
 def norm_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, count, eps, bucket, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Each of `count` rows with mean 0 and variance 1, times a weight, plus a bias."""
+    """Write the LayerNorm of each of `count` rows."""
     t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, WIDTH)
     here = (t < count)[:, None] & (c < D)[None, :]
@@ -203,10 +206,10 @@ def norm_kernel(
 
 @triton.jit
 def find_block(program, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
-    """The blocks of rows and of columns of a program of the product.
+    """Return the row block and the column block of a program of the product.
 
-    Columns are fastest: programs that run at once share their rows of x, which come from memory once, and all have the
-    weights, which the cache holds.
+    Columns are fastest. Programs that run at once then share their rows of x, which are read from memory once; all of
+    them share the weights, which stay in the cache.
     """
     columns: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     return program // columns, program % columns
@@ -227,11 +230,11 @@ def gated_linear_kernel(
     BLOCK: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """`count` is B·T, HIDDEN F, PAD the columns of ones. Both products of a tile of outputs share their tile of x."""
+    """Write out. `count` is B·T, HIDDEN is F, PAD the columns of ones. Both products of a tile share its tile of x."""
     rows, columns = find_block(tl.program_id(0), HIDDEN, BLOCK)
     t = rows.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     c = columns * BLOCK + tl.arange(0, BLOCK)
-    if (columns + 1) * BLOCK >= HIDDEN:  # ones take no product: who has a row's last columns writes them behind
+    if (columns + 1) * BLOCK >= HIDDEN:  # the program of a row's last columns also writes the ones
         ones = out_ptr + t[:, None] * (HIDDEN + PAD) + HIDDEN + tl.arange(0, PAD)[None, :]
         tl.store(ones, tl.full((TOKENS, PAD), 1.0, out_ptr.dtype.element_ty), mask=(t < count)[:, None])
     a = (
@@ -246,6 +249,7 @@ def gated_linear_kernel(
         d = start + tl.arange(0, DEPTH)
         x = tl.load(x_ptr + t[:, None] * D + d[None, :], mask=(t < count)[:, None] & (d < D)[None, :], other=0.0)
         tile, some = weight_ptr + c[None, :] * D + d[:, None], (c < HIDDEN)[None, :] & (d < D)[:, None]
+        # ieee: fp32 operands are not rounded to TF32
         a = tl.dot(x, tl.load(tile, mask=some, other=0.0), acc=a, input_precision="ieee")
         b = tl.dot(x, tl.load(tile + HIDDEN * D, mask=some, other=0.0), acc=b, input_precision="ieee")
     y = a * b * sigmoid(a)
@@ -254,12 +258,12 @@ def gated_linear_kernel(
 
 
 def unsupported(dtype: torch.dtype, leading: str) -> str | None:
-    """Why these kernels cannot run activations of this dtype, the first called `leading`; None where they can."""
+    """Return why these kernels cannot run activations of this dtype, or None; `leading` names the first of them."""
     return dtype_obstacle(leading, dtype, DTYPES)
 
 
 def row_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
-    """The candidates of the kernels that hold whole rows of `width` channels; the first is the untuned default."""
+    """Return the candidates for kernels that hold whole rows of `width` channels; the first is the untuned default."""
     rows = max(1, 2048 // next_power_of_2(width))
     return [
         triton.Config({"ROWS": each}, num_warps=4, num_stages=1)
@@ -268,7 +272,7 @@ def row_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
 
 
 def block_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
-    """The candidates of the causal convolutions."""
+    """Return the candidates for the causal convolutions."""
     return [
         triton.Config({"TOKENS": tokens, "BLOCK": 64}, num_warps=4, num_stages=1)
         for tokens in (_LEAST_TOKENS, 2 * _LEAST_TOKENS)
@@ -276,7 +280,7 @@ def block_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
 
 
 def product_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
-    """The candidates of the product with its activation."""
+    """Return the candidates for the product with its activation."""
     if dtype == torch.float32:
         return [
             triton.Config({"TOKENS": 64, "BLOCK": 32, "DEPTH": depth}, num_warps=4, num_stages=2) for depth in (16, 32)
@@ -289,8 +293,9 @@ def product_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
 
 
 def row_stride(x: Tensor) -> int | None:
-    """Numbers from one token of x (B,T,·) to the next, if this number describes its layout; else None."""
+    """Return the elements from one token of x (B,T,·) to the next, if that number describes its layout; else None."""
     B, T, _ = x.shape
+    # the stride of an axis of size 1 is arbitrary
     expected = (T * x.stride(1), x.stride(1), 1)
     return (
         x.stride(1)
@@ -300,18 +305,18 @@ def row_stride(x: Tensor) -> int | None:
 
 
 def as_rows(x: Tensor) -> tuple[Tensor, int]:
-    """x (B,T,·) as it lies, or a copy where its layout has no such number, and its `row_stride`."""
+    """Return x (B,T,·) and its `row_stride`; x is copied where its layout has none, and at T = 1."""
     stride = row_stride(x) if x.shape[1] > 1 else None
     return (x, stride) if stride is not None else (x.contiguous(), x.shape[2])
 
 
 def rows_bucket(x: Tensor) -> int:
-    """The power of two of B·T, x (B,T,·): the best config depends on how full the device is."""
+    """Return the bit length of B·T for x (B,T,·), a tuning key: the best config depends on how full the device is."""
     return (x.shape[0] * x.shape[1]).bit_length()
 
 
 def grid_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
-    """The candidates of the convolution on the grid: a thread has eight channels, for which it holds the taps."""
+    """Return the candidates for the convolution on the grid: a thread has eight channels, and holds their taps."""
     channels = next_power_of_2(width)
     return [
         triton.Config({"ROWS": max(1, 1024 // channels), "LOOP": loop}, num_warps=max(4, channels // 256), num_stages=1)
@@ -320,7 +325,10 @@ def grid_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
 
 
 def lay_taps(x: ScanConvs) -> Tensor:
-    """The weights as (2,4,2D), k's and q's: neighbouring channels are loaded at once. No copy where they lie so."""
+    """Return both weights as (2,4,2D), k's and then q's, without a copy where they already lie like that in memory.
+
+    Neighbouring channels of a tap are neighbours in memory, and are loaded together.
+    """
     k, q = x.k_weight.T, x.q_weight.T
     if k.is_contiguous() and q.is_contiguous() and q.data_ptr() == k.data_ptr() + k.nbytes and _share_memory(k, q):
         return k.as_strided((2, *k.shape), (k.numel(), *k.stride()))
@@ -332,12 +340,12 @@ def _share_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def lay_grid_taps(x: ConvNorm) -> Tensor:
-    """The weight as (9,D), row by row of the taps, likewise."""
+    """Return the weight (D,3,3) as (9,D), with neighbouring channels of a tap side by side in memory."""
     return x.weight.flatten(1).T.contiguous()
 
 
 def conv_norm(x: ConvNorm, config: triton.Config | None = None) -> Tensor:
-    """(2,B,T,D)."""
+    """Compute the sum and its norm, (2,B,T,D) in the tokens' dtype."""
     out = x.tokens.new_empty(2, *x.tokens.shape)
     write_conv_norm(x, *out.unbind(0), config)
     return out
@@ -356,7 +364,7 @@ def write_conv_norm(x: ConvNorm, y: Tensor, out: Tensor, config: triton.Config |
 
 
 def scan_convs(x: ScanConvs, config: triton.Config | None = None) -> Tensor:
-    """(2,B,T,2D)."""
+    """Compute keys and queries, (2,B,T,2D) in x's dtype."""
     B, T, E = x.x.shape
     given, rows = as_rows(x.x)
     out = x.x.new_empty(2, B, T, E)
@@ -369,7 +377,7 @@ def scan_convs(x: ScanConvs, config: triton.Config | None = None) -> Tensor:
 
 
 def gated_norm(x: GatedNorm, config: triton.Config | None = None) -> Tensor:
-    """(B,T,D)."""
+    """Compute GELU(gate) ⊙ LN(Σ_r z_r), (B,T,D) in z's dtype."""
     B, T, D = x.gate.shape
     gate, rows = as_rows(x.gate)
     out = x.z.new_empty(B, T, D)
@@ -401,7 +409,7 @@ def gated_norm(x: GatedNorm, config: triton.Config | None = None) -> Tensor:
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """LayerNorm over the last axis of x (B,T,D), in `dtype`, unseen by autograd: faster than PyTorch's on short rows."""
+    """Return LayerNorm over x's last axis (B,T,D) in `dtype`, without autograd; faster than PyTorch's on short rows."""
     B, T, D = x.shape
     out = x.new_empty(x.shape, dtype=dtype)
     arguments = {"x_ptr": x.contiguous(), "weight_ptr": weight.contiguous(), "bias_ptr": bias.contiguous()}
@@ -413,7 +421,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
 
 
 def gated_linear(x: GatedLinear, config: triton.Config | None = None) -> Tensor:
-    """(B,T,F+8)."""
+    """Compute SiLU(a) ⊙ b and the columns of ones, (B,T,F+8) in x's dtype."""
     (B, T, D), hidden = x.x.shape, len(x.weight) // 2
     out = x.x.new_empty(B, T, hidden + ONES)
     arguments = {

@@ -12,13 +12,16 @@ from .reference import EMPTY, Arguments, check_decay
 
 
 def states_shape(shape: Sequence[int], keep_states: bool) -> tuple[int, ...]:
-    """The shape of `forward`'s states for k (B,T,C): exponent and sum of weights, and output. Takes symbolic sizes."""
+    """Return the shape of `forward`'s states for k (B,T,C): exponent and sum of an output's weights, and the output.
+
+    Takes symbolic sizes.
+    """
     B, T, C = shape
     return (B, T, 3, C) if keep_states else (0, 0, 0, 0)
 
 
 def forward(x: Arguments, keep_states: bool) -> tuple[Tensor, Tensor]:
-    """out (B,T,C) in k's dtype, and states of shape `states_shape`."""
+    """Return out (B,T,C) in k's dtype, and states of shape `states_shape` in the compute dtype."""
     w, u, k, v = _arrays(x)
     out, states = torch.empty_like(k), k.new_empty(states_shape(k.shape, keep_states))
     threads.run_loop(cpu_wkv.wkv_forward, *_tasks(k.shape), w, u, k, v, out, states)
@@ -26,7 +29,7 @@ def forward(x: Arguments, keep_states: bool) -> tuple[Tensor, Tensor]:
 
 
 def backward(dout: Tensor, out: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of w, u, k, v, each in its input's shape and dtype, from dout and `forward`'s results."""
+    """Return the gradients of w, u, k, v, each in its input's shape and dtype, from dout and `forward`'s results."""
     w, u, k, v = _arrays(x)
     dw, du = (k.new_empty(len(k), len(w)) for _ in range(2))
     dk, dv = torch.empty_like(k), torch.empty_like(v)
@@ -36,7 +39,10 @@ def backward(dout: Tensor, out: Tensor, states: Tensor, x: Arguments) -> tuple[T
 
 
 def _arrays(x: Arguments) -> tuple[Tensor, ...]:
-    """w, u, k in powers of two, and v, contiguous in the compute dtype. An exponent is at least that of nothing."""
+    """Return w, u and k times log₂e, and v, contiguous in the compute dtype.
+
+    The exponents k are at least `EMPTY`, the exponent of an empty sum.
+    """
     w, u, k, v = (each.to(compute_dtype(x.k.dtype)) for each in x)
     check_decay(w, k.shape[1])
     log2e = 1 / math.log(2)
@@ -44,6 +50,6 @@ def _arrays(x: Arguments) -> tuple[Tensor, ...]:
 
 
 def _tasks(shape: Sequence[int]) -> tuple[int, int]:
-    """How many tasks there are, and the channels of each: all, unless there would be fewer tasks than threads."""
+    """Return (tasks, channels of a task): all channels, unless there would be fewer tasks than threads."""
     B, _, C = shape
     return threads.split(B, C, cpu_wkv.BLOCK)

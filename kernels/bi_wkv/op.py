@@ -1,4 +1,7 @@
-"""The public operator Bi-WKV: argument checks, choice of a backend, FLOP count. Shape letters as in `reference`."""
+"""Public operator Bi-WKV: argument checks, choice of a backend, FLOP counts.
+
+Shape letters as in `reference`.
+"""
 
 from collections.abc import Sequence
 
@@ -24,17 +27,17 @@ def _load_loops():
 
 
 def bi_wkv(w: Tensor, u: Tensor, k: Tensor, v: Tensor, *, backend: str = "auto") -> Tensor:
-    """The bidirectional token mixing of Vision-RWKV: a softmax over all tokens, channel by channel, in linear time.
+    """Mix tokens in both directions as Vision-RWKV: a softmax over all tokens in each channel, in linear time.
 
         out_t = [Σ_{i≠t} e^{k_i − (|t−i| − 1) w} v_i + e^{k_t + u} v_t] / [the same without v]
 
     w and u come ALREADY DIVIDED BY T, as the equation has them here: a model divides its decay and bonus itself. This
     is the paper's equation; the official CUDA kernel deviates from it, see `reference.bi_wkv_formula`.
 
-    Sums and their exponents are fp32 (fp64 for fp64 inputs), whatever the dtype. Their relative error is
-    about 1e-7 times the largest exponent that matters, at any T. |w| T is at most 1e7, of either sign: more is refused,
-    and on a GPU, where to look would stall it, gives NaN. |u| and |k| stay below 1e29. Inputs are not written to. NaN
-    in a channel of an image fills that channel. Every argument has a gradient. Second derivatives need `reference`.
+    Sums and their exponents are fp32 (fp64 for fp64 inputs), whatever the dtype. Their relative error is about 1e-7
+    times the largest exponent that matters, at any T. |w| T may be at most 1e7. A larger one is refused; on a GPU,
+    where the check would wait for the device, it gives NaN. |u| and |k| must stay below 1e29. Inputs are not written
+    to. A NaN fills its channel of its image. Every argument has a gradient. Second derivatives need `reference`.
 
     Args:
         w: (C,), the decay per token; if negative, far tokens weigh more.
@@ -57,19 +60,19 @@ def bi_wkv(w: Tensor, u: Tensor, k: Tensor, v: Tensor, *, backend: str = "auto")
 
 
 def selected_backend(backend: str, device: torch.device | str, *, dtype: torch.dtype = torch.float32) -> str:
-    """The backend that will run for a request, `triton`, `numba`, `torch` or `reference`; every result records it.
+    """Return the backend that will run, `triton`, `numba`, `torch` or `reference`; every result records it.
 
-    `triton` is one kernel for the forward pass and one for the backward pass, for NVIDIA GPUs from sm_80 on (and,
-    slowly, for the CPU under Triton's interpreter). `numba` is one loop for each pass, for CPUs. `torch` is batched
-    PyTorch operations with a hand-written backward pass, for any device. `reference` is the equation over all pairs of
-    tokens under autograd. `auto` takes `triton` on a GPU that can run it, `numba` on a CPU where it is installed, else
-    `torch`. `dtype` is k's. Errors are those of `dispatch.choose_backend`.
+    `triton` is one kernel for the forward pass and one for the backward pass, for long sequences three launches and
+    five, for NVIDIA GPUs from sm_80 on (and, slowly, for the CPU under Triton's interpreter). `numba` is one loop for
+    each pass, for CPUs. `torch` is batched PyTorch operations with a hand-written backward pass, for any device.
+    `reference` is the equation over all pairs of tokens under autograd. `auto` takes `triton` on a GPU that can run it,
+    `numba` on a CPU where it is installed, else `torch`. `dtype` is k's. Errors are those of `dispatch.choose_backend`.
     """
     return dispatch.choose_backend(backend, device, "k", _load_triton, dtype, has_loops=True)
 
 
 def forward_flops(shape: Sequence[int]) -> int:
-    """For k of shape (B,T,C): 2 for each of the 6 multiply-adds of a token and channel.
+    """Count the FLOPs for k of shape (B,T,C): 2 for each of the 6 multiply-adds of a token and channel.
 
     These are e^{−w} times the state plus the token, for numerator and denominator in two directions, and the token
     itself with e^u. The paper's own count is 29 per token and channel.
@@ -79,7 +82,7 @@ def forward_flops(shape: Sequence[int]) -> int:
 
 
 def backward_flops(shape: Sequence[int]) -> int:
-    """2 for each of the 17 multiply-adds of a token and channel; the repeated forward pass is not counted.
+    """Count 2 FLOPs for each of the 17 multiply-adds of a token and channel, without the repeated forward pass.
 
     6 for the adjoint sums as for the forward pass, 2 for the adjoint token, 1 for dv, 2 for dk, 2 for du, 4 for dw.
     """

@@ -1,7 +1,7 @@
-"""The arguments of Bi-WKV, and its equation as it is written: what every backend is tested against.
+"""Arguments of Bi-WKV, and its equation over all pairs of tokens, against which every backend is tested.
 
-Every pair of tokens gets its exponent, and each token's largest one is subtracted before any power is taken. Plain
-PyTorch operations, differentiable by autograd, in fp64 for fp64 inputs, else fp32; time and memory grow with T².
+Each token's largest exponent is subtracted before any power is taken. Plain PyTorch operations, differentiable by
+autograd, in fp64 for fp64 inputs, else fp32; time and memory grow with T².
 
 Shape letters: B images, T tokens, C channels.
 """
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from ..dispatch import compute_dtype
 
-EMPTY = -1e30  # the exponent of an empty sum: finite, so that the difference of two is 0
-LARGEST = 1e7  # of |w| T, the largest difference of exponents
+EMPTY = -1e30  # exponent of an empty sum: finite, since the difference of two must be 0 and not NaN
+LARGEST = 1e7  # bound of |w| T, the largest difference of exponents: fp32 numbers up to it lie at most 1 apart
 
 
 class Arguments(NamedTuple):
-    """What a backend gets: w, u: (C,); k, v: (B,T,C), of one dtype."""
+    """Arguments of every backend: w, u: (C,); k, v: (B,T,C), of one dtype."""
 
     w: Tensor
     u: Tensor
@@ -27,7 +27,10 @@ class Arguments(NamedTuple):
 
 
 def check_decay(w: Tensor, tokens: int) -> None:
-    """Refuse a w by which exponents are rounded to more than 1: a ValueError. NaN passes, and fills its channel."""
+    """Raise a ValueError for a w so large that exponents would be rounded to more than 1.
+
+    NaN passes, and fills its channel.
+    """
     largest = w.abs().nan_to_num(0).max().item() * tokens
     if largest > LARGEST:
         raise ValueError(
@@ -36,7 +39,9 @@ def check_decay(w: Tensor, tokens: int) -> None:
 
 
 def bi_wkv_formula(w: Tensor, u: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """out_t = Σ_i e^{s_ti} v_i / Σ_i e^{s_ti} with s_ti = k_i − (|t−i| − 1) w for i ≠ t and s_tt = k_t + u, by channel.
+    """Compute Bi-WKV in each channel over all pairs of tokens.
+
+        out_t = Σ_i e^{s_ti} v_i / Σ_i e^{s_ti}   with s_ti = k_i − (|t−i| − 1) w for i ≠ t and s_tt = k_t + u
 
     This is the paper's equation. The official CUDA kernel computes something else. It goes through chunks of ⌈T/32⌉
     tokens. With t0 the first token of t's chunk, it takes the exponent k_i − |t−i| w for i < t0 and for i > t, and adds

@@ -1,15 +1,15 @@
 """Bi-WKV in batched PyTorch operations, forward and backward: for a GPU without Triton, and a CPU without numba.
 
-A weighted sum is a tensor (2,B,T,C), the sum and its weights, or (3,B,T,C) with an exponent e behind them: both are to be
-multiplied by 2^e. A token is [v, 1] with the exponent k. Here k, w and u are in powers of two, that is, multiplied by
-log2 e. A direction's state before token t, and the sum that is divided, are
+A weighted sum is a tensor (2,B,T,C), the sum and its weights, or (3,B,T,C) with an exponent e as the third row, where
+2^e is a factor of both. A token is [v, 1] with the exponent k. Here k, w and u are in powers of two, that is,
+multiplied by log₂e. The state of a direction before token t, and the total that is divided, are
 
     left_t = Σ_{i<t} 2^{−(t−i−1) w} token_i         total_t = left_t + right_t + 2^u token_t
     out_t = total_t[0] / total_t[1]
 
 `_scan` takes eight neighbouring tokens as a chunk, all chunks at once, and scans the chunks' sums in the same way: the
 roundings of an exponent grow with log T. Exponents are running maxima, which is right for any k, w and u. Where the
-weights of a whole sequence fit a float, as in a trained model, they are left out.
+weights of a whole sequence fit a float, as in a trained model, there are no exponents.
 
 The gradient is the same kind of sum. With the adjoint tokens [g, g out] / den and their exponents −e, where total is
 [num, den] with the exponent e and g is out's gradient, and with ⟨a, b⟩ = a[0] b[0] − a[1] b[1],
@@ -32,19 +32,19 @@ from ..dispatch import compute_dtype
 from .reference import EMPTY, Arguments, check_decay
 
 _CHUNK = 8
-_BLOCK = 2**18  # elements of the tokens' values that are handled at once: scratch memory stays in the cache
-# Without exponents a sequence's weights stay within 2^±_POWERS and |v| below 2^_VALUES: they, and the product of both
-# with a gradient of any usual size, fit an fp32's 2^±126.
+_BLOCK = 2**18  # elements of the token sums that are computed at once: scratch memory stays in the cache
+# Exponents are left out where a sequence's weights stay within 2^±_POWERS and |v| below 2^_VALUES. Both, and their
+# product with a gradient of any usual size, fit fp32's 2^±126.
 _POWERS, _VALUES = 60, 40
 
 
 def states_shape(shape: Sequence[int], keep_states: bool) -> tuple[int, ...]:
-    """The shape of `forward`'s states: nothing is kept for the backward pass."""
+    """Return the shape of `forward`'s states: nothing is kept for the backward pass."""
     return (0,)
 
 
 def forward(x: Arguments, keep_states: bool) -> tuple[Tensor, Tensor]:
-    """out (B,T,C) in k's dtype, and states of shape `states_shape`."""
+    """Return out (B,T,C) in k's dtype, and states of shape `states_shape`."""
     out = torch.empty_like(x.k, memory_format=torch.contiguous_format)
     for here in _blocks(x.k.shape):
         w, u, tokens = _tokens(x, here)
@@ -54,7 +54,7 @@ def forward(x: Arguments, keep_states: bool) -> tuple[Tensor, Tensor]:
 
 
 def backward(dout: Tensor, out: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of w, u, k, v, each in its input's shape and dtype, from dout and `forward`'s results."""
+    """Return the gradients of w, u, k, v, each in its input's shape and dtype, from dout and `forward`'s results."""
     dw, du = (torch.zeros_like(each, dtype=compute_dtype(x.k.dtype)) for each in (x.w, x.u))
     dk, dv = (torch.empty_like(each, memory_format=torch.contiguous_format) for each in (x.k, x.v))
     for here in _blocks(x.k.shape):
@@ -74,7 +74,7 @@ def backward(dout: Tensor, out: Tensor, states: Tensor, x: Arguments) -> tuple[T
 
 
 def _blocks(shape: Sequence[int]) -> list[tuple[slice, slice, slice]]:
-    """The blocks: some images with all channels, or one image with some channels."""
+    """List the blocks: some images with all channels, or one image with some channels."""
     B, T, C = shape
     images = max(1, _BLOCK // (2 * T * C))
     channels = min(C, max(32, _BLOCK // (2 * T)))
@@ -86,13 +86,16 @@ def _blocks(shape: Sequence[int]) -> list[tuple[slice, slice, slice]]:
 
 
 def _tokens(x: Arguments, here: tuple[slice, slice, slice]) -> tuple[Tensor, Tensor, Tensor]:
-    """w, u and the tokens of a block, in the compute dtype and in powers of two."""
+    """Return w, u and the tokens of a block, in the compute dtype and in powers of two.
+
+    The tokens have no exponents, (2,B,T,C), where the weights fit a float.
+    """
     w, u, k, v = (each.to(compute_dtype(x.k.dtype)) for each in (x.w[here[2]], x.u[here[2]], x.k[here], x.v[here]))
     T = k.shape[1]
     check_decay(w, T)
     w, u, k = (each * math.log2(math.e) for each in (w, u, k))
     largest_w, largest_u, largest_k, largest_v = (max(abs(y.item()) for y in each.aminmax()) for each in (w, u, k, v))
-    # false if one of them is NaN
+    # false if any of them is NaN, which takes the way with exponents
     if 2 * T * largest_w + largest_u + largest_k + math.log2(T) < _POWERS and largest_v < 2**_VALUES:
         weights = k.exp2()
         return w, u, torch.stack([weights * v, weights])
@@ -100,7 +103,10 @@ def _tokens(x: Arguments, here: tuple[slice, slice, slice]) -> tuple[Tensor, Ten
 
 
 def _scan(items: Tensor, w: Tensor, reverse: bool) -> Tensor:
-    """At every item the sum of the items before it (`reverse`: behind it), with 2^{−w} for each item between."""
+    """Return at every item the sum of the items before it (`reverse`: behind it), with 2^{−w} for each item between.
+
+    The items are (2,B,T,C) or (3,B,T,C).
+    """
     T, order = items.shape[2], -1 if reverse else 1
     n = T if T < 2 * _CHUNK else _CHUNK
     padded = F.pad(items, (0, 0, 0, -T % n))
@@ -120,7 +126,7 @@ def _scan(items: Tensor, w: Tensor, reverse: bool) -> Tensor:
 
 
 def _add(a: Tensor, b: Tensor, power: Tensor | None = None) -> Tensor:
-    """a + 2^power b."""
+    """Return a + 2^power b."""
     if len(a) == 2:
         return a + b if power is None else torch.addcmul(a, b, power.exp2())
     e = b[2] if power is None else b[2] + power
@@ -132,11 +138,11 @@ def _add(a: Tensor, b: Tensor, power: Tensor | None = None) -> Tensor:
 
 
 def _pair(a: Tensor, b: Tensor, power: Tensor | None = None) -> Tensor:
-    """2^power ⟨a, b⟩ (B,T,C)."""
+    """Return 2^power ⟨a, b⟩ (B,T,C)."""
     return _raise(torch.addcmul(a[0] * b[0], a[1], b[1], value=-1), a, b, power)
 
 
 def _raise(values: Tensor, a: Tensor, b: Tensor, power: Tensor | None = None) -> Tensor:
-    """The values (B,T,C) times 2^power and the powers of a and b."""
+    """Multiply values (B,T,C) by 2^power and by the powers of two of a and b."""
     exponents = [*a[2:], *b[2:], *([] if power is None else [power])]
     return values * torch.exp2(sum(exponents)) if exponents else values

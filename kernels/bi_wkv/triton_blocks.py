@@ -1,6 +1,4 @@
-"""What Bi-WKV's Triton kernels do with a block of tokens, a tuple of rows: loads, states, sums, outputs. See
-`triton_fwd`.
-"""
+"""Device functions of Bi-WKV's Triton kernels on a block of tokens, which is a tuple of rows; see `triton_fwd`."""
 
 import triton
 import triton.language as tl
@@ -8,14 +6,14 @@ import triton.language as tl
 from ..triton_math import LOG2E
 from . import reference
 
-GENTLE = tl.constexpr(40.0)
+GENTLE = tl.constexpr(40.0)  # bound of |BLOCK_T w| + |u| for one exponent per block, see `triton_fwd`
 FLOOR = tl.constexpr(reference.EMPTY)
 LARGEST = tl.constexpr(reference.LARGEST)
 
 
 @triton.jit
 def load_decay(w_ptr, c, there, T):
-    """w in powers of two; NaN, which fills the channel, where `reference.check_decay` would refuse it."""
+    """Load w in powers of two. It is NaN, which fills the channel, where `reference.check_decay` would refuse it."""
     w = tl.load(w_ptr + c, mask=there, other=0.0)
     return tl.where(tl.abs(w) * T > LARGEST, float("nan"), w) * LOG2E
 
@@ -33,7 +31,7 @@ def load_tokens(
     ADJOINT: tl.constexpr,
     WHOLE: tl.constexpr = 0,
 ):
-    """A block's tokens as exponents and two values: k, v and 1; or of the adjoint tokens −L, g and g·out."""
+    """Load a block's tokens as exponents and two values: k, v and 1; or for adjoint tokens −L, g and g·out."""
     rows = load_rows(k_ptr, left, there, C, BLOCK, WHOLE)
     x = load_rows(v_ptr, left, there, C, BLOCK, WHOLE)
     if ADJOINT:
@@ -47,8 +45,9 @@ def load_tokens(
 
 @triton.jit
 def step(w, m, a, b, exponent, x, y):
-    """The state (m, a, b) after one more token, 2^exponent (x, y)."""
+    """Return the state (m, a, b) after one more token, 2^exponent (x, y)."""
     before = m - w
+    # one of the two powers is always 1: a single exp2 serves both
     apart = tl.exp2(-tl.abs(before - exponent))
     of_state = tl.where(before >= exponent, 1.0, apart)
     of_token = tl.where(before >= exponent, apart, 1.0)
@@ -57,7 +56,10 @@ def step(w, m, a, b, exponent, x, y):
 
 @triton.jit
 def add_block(w, m, a, b, exponents, xs, ys):
-    """The state in front of a block, from the state (m, a, b) behind it. Unlike in `step`, no power waits for another."""
+    """Return the state in front of a block, from the state (m, a, b) behind it.
+
+    The maximum comes first. Unlike in `step`, no power then waits for another.
+    """
     BLOCK: tl.constexpr = len(exponents)
     top = m - BLOCK * w
     for j in tl.static_range(BLOCK):
@@ -74,10 +76,10 @@ def add_block(w, m, a, b, exponents, xs, ys):
 
 @triton.jit
 def load_rows(pointer, left, there, C: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr = 0):
-    """A tuple of BLOCK tokens in fp32; zeros from the `left`-th on.
+    """Load a tuple of BLOCK tokens in fp32, with zeros from the `left`-th on.
 
     WHOLE: 1 where all tokens exist, 2 where all channels do as well. Without a mask for each row, all loads are under
-    way at once: there are few registers for masks, and a load waits for one until an earlier one has come back.
+    way at once: there are few registers for masks, and a load waits for one until an earlier load has come back.
     """
     rows = ()
     for j in tl.static_range(BLOCK):
@@ -93,7 +95,7 @@ def load_rows(pointer, left, there, C: tl.constexpr, BLOCK: tl.constexpr, WHOLE:
 
 @triton.jit
 def store_row(pointer, row, j, left, there, WHOLE: tl.constexpr):
-    """Row j of a block, as `load_rows` loads it."""
+    """Store row j of a block, with the masks of `load_rows`."""
     if WHOLE == 2:
         tl.store(pointer, row)
     elif WHOLE == 1:
@@ -104,7 +106,7 @@ def store_row(pointer, row, j, left, there, WHOLE: tl.constexpr):
 
 @triton.jit
 def exponents_of(rows, scale, left, WHOLE: tl.constexpr = 0):
-    """scale times the rows; from the `left`-th on an exponent that adds nothing."""
+    """Return scale times the rows, and from the `left`-th on an exponent that adds nothing."""
     exponents = ()
     for j in tl.static_range(len(rows)):
         exponent = rows[j] * scale
@@ -116,7 +118,7 @@ def exponents_of(rows, scale, left, WHOLE: tl.constexpr = 0):
 
 @triton.jit
 def largest(rows, start):
-    """The largest of `start` and the rows."""
+    """Return the element-wise maximum of `start` and the rows."""
     for j in tl.static_range(len(rows)):
         start = tl.maximum(start, rows[j])
     return start
@@ -124,7 +126,7 @@ def largest(rows, start):
 
 @triton.jit
 def powers_of(exponents, reference):
-    """2^(exponent − reference), row by row."""
+    """Return 2^(exponent − reference), row by row."""
     rows = ()
     for j in tl.static_range(len(exponents)):
         rows = rows + (tl.exp2(exponents[j] - reference),)
@@ -133,7 +135,7 @@ def powers_of(exponents, reference):
 
 @triton.jit
 def products(xs, ys):
-    """Rows times rows."""
+    """Multiply rows by rows."""
     rows = ()
     for j in tl.static_range(len(xs)):
         rows = rows + (xs[j] * ys[j],)
@@ -142,8 +144,9 @@ def products(xs, ys):
 
 @triton.jit
 def sums_behind(decay, state, xs):
-    """At each token the sum of the rows behind it, times `decay` for each token in between; `state` is the sum behind
-    the block.
+    """Return at each token the sum of the rows behind it, times `decay` for each token in between.
+
+    `state` is the sum behind the block.
     """
     sums = ()
     for j in tl.static_range(len(xs) - 1, -1, -1):
@@ -154,13 +157,13 @@ def sums_behind(decay, state, xs):
 
 @triton.jit
 def is_gentle(w, u, BLOCK: tl.constexpr):
-    """Whether one exponent serves a whole block, for all channels of the program."""
+    """Return whether one exponent serves a whole block, for all channels of the program."""
     return tl.max(tl.abs(w) * BLOCK + tl.abs(u), 0) <= GENTLE
 
 
 @triton.jit
 def states_behind(w, m, a, b, exponents, xs, ys):
-    """The state at each token of a block, from the tokens behind it; (m, a, b) is the state behind the block."""
+    """Return the state at each token of a block, of the tokens behind it; (m, a, b) is the state behind the block."""
     states = ()
     for j in tl.static_range(len(exponents) - 1, -1, -1):
         states = ((m, a, b),) + states
@@ -170,21 +173,24 @@ def states_behind(w, m, a, b, exponents, xs, ys):
 
 @triton.jit
 def nothing(BLOCK_C: tl.constexpr):
-    """The state before any token."""
+    """Return the state before any token."""
     zero = tl.zeros((BLOCK_C,), tl.float32)
     return zero + FLOOR, zero, zero
 
 
 @triton.jit
 def load_sums(pointer, there, C: tl.constexpr):
-    """(m, a, b) from memory, where they are C apart."""
+    """Load (m, a, b) from memory, where they are C apart."""
     m = tl.load(pointer, mask=there, other=FLOOR)
     return m, tl.load(pointer + C, mask=there, other=0.0), tl.load(pointer + 2 * C, mask=there, other=0.0)
 
 
 @triton.jit
 def store_sums(pointer, there, C: tl.constexpr, m, a, b):
-    """The reverse of `load_sums`. Between the two, one program needs no barrier: a channel belongs to one thread."""
+    """Store (m, a, b) for `load_sums`.
+
+    Between the two a program needs no barrier, since a channel belongs to one thread.
+    """
     tl.store(pointer, m, mask=there)
     tl.store(pointer + C, a, mask=there)
     tl.store(pointer + 2 * C, b, mask=there)
@@ -192,7 +198,7 @@ def store_sums(pointer, there, C: tl.constexpr, m, a, b):
 
 @triton.jit
 def ones(like, BLOCK: tl.constexpr):
-    """A tuple of BLOCK rows of ones in the shape of `like`."""
+    """Return a tuple of BLOCK rows of ones in the shape of `like`."""
     rows = ()
     for j in tl.static_range(BLOCK):
         rows = rows + (tl.full(like.shape, 1.0, tl.float32),)
@@ -201,7 +207,7 @@ def ones(like, BLOCK: tl.constexpr):
 
 @triton.jit
 def add_states(m, a, b, m_more, a_more, b_more):
-    """The sum of two states."""
+    """Return the sum of two states."""
     top = tl.maximum(m, m_more)
     of_state, of_more = tl.exp2(m - top), tl.exp2(m_more - top)
     return top, a * of_state + a_more * of_more, b * of_state + b_more * of_more
@@ -209,7 +215,7 @@ def add_states(m, a, b, m_more, a_more, b_more):
 
 @triton.jit
 def sum_rows(w, offset, exponents, xs, ys):
-    """The state that the rows make, each its place, `offset` for the first, times w below its exponent."""
+    """Return the state that the rows make; row j has the exponent `exponents[j]` − (offset + j) w."""
     BLOCK: tl.constexpr = len(exponents)
     top = exponents[0] - offset * w
     for j in tl.static_range(1, BLOCK):
@@ -226,7 +232,7 @@ def sum_rows(w, offset, exponents, xs, ys):
 def go_back(
     w, m, a, b, k_ptr, v_ptr, behind_ptr, i, T, there, one, C: tl.constexpr, BLOCK_T: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """Write the state behind block i, and give the one in front of it."""
+    """Write the state behind block i, and return the one in front of it."""
     at, left = i * (BLOCK_T * C), T - i * BLOCK_T
     k = load_rows(k_ptr + at, left, there, C, BLOCK_T, WHOLE)
     v = load_rows(v_ptr + at, left, there, C, BLOCK_T, WHOLE)
@@ -254,8 +260,9 @@ def go_gently(
     KEEP: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Write the outputs of block i, with one exponent for each direction, from the state in front of it; give the one
-    behind it.
+    """Write the outputs of block i from the state in front of it, and return the state behind it.
+
+    One exponent for each direction serves the whole block.
     """
     at, left = i * (BLOCK_T * C), T - i * BLOCK_T
     k = load_rows(k_ptr + at, left, there, C, BLOCK_T, WHOLE)

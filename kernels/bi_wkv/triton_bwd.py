@@ -1,10 +1,10 @@
-"""Bi-WKV in Triton: the backward pass, by recomputation from the kept logarithms L of the denominators.
+"""Triton backward pass of Bi-WKV, by recomputation from the kept logarithms L of the denominators.
 
 Token i has the weight p_ti = e^{s_ti − L_t} in output t, and with g the gradient of out
 
     dv_i = Σ_t p_ti g_t        dk_i = v_i dv_i − Σ_t p_ti g_t out_t        du = Σ_t p_tt g_t (v_t − out_t)
 
-These are sums of the same kind as the output's, of adjoint tokens with the exponents −L_t and the values g_t and g_t
+These are sums of the same kind as the output's, over adjoint tokens with the exponents −L_t and the values g_t and g_t
 out_t. They need no maximum beyond the running ones, since p ≤ 1. A token c between i and t stands for one of the |t−i|
 − 1 factors e^{−w} of that pair,
 
@@ -12,10 +12,9 @@ out_t. They need no maximum beyond the running ones, since p ≤ 1. A token c be
 
 with the states (a, b) of the tokens before c, (a', b') of those behind it, and (G, H), (G', H') of the adjoint tokens.
 
-The kernel goes through the tokens as the forward kernel does, with two states in each direction, 24 bytes of scratch
-memory for a block and channel, and like it cuts a long sequence into segments. Every program writes its own sums of dw
-and du, and torch adds them up. There are no
-atomics: two runs give the same bits. Shape letters as in `triton_fwd`.
+The kernel goes through the tokens as the forward kernel does, with two states in each direction and 24 bytes of scratch
+memory for a block and channel. Like it, it cuts a long sequence into segments. Every program writes its own sums of dw
+and du, and torch adds them up. There are no atomics: two runs give the same bits. Shape letters as in `triton_fwd`.
 """
 
 import torch
@@ -62,9 +61,9 @@ def backward_kernel(
     BLOCK_C: tl.constexpr,
     SEGMENT: tl.constexpr,
 ):
-    """Write dk and dv, and per image and segment dw and du.
+    """Write dk and dv, and dw and du of each image and segment.
 
-    With SEGMENT a program has that many tokens and goes from the states at their ends; without it has all.
+    With SEGMENT a program has that many tokens, and starts from the states at their ends; else it has all tokens.
     """
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     there = c < C
@@ -140,9 +139,9 @@ def backward_kernel(
 def backward(
     dout: Tensor, out: Tensor, states: Tensor, x: Arguments, config: triton.Config | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of w, u, k, v, each in its input's shape and dtype, from dout (B,T,C) and `forward`'s results.
+    """Return the gradients of w, u, k, v, each in its input's shape and dtype.
 
-    `config` is one of `configs`; None tunes.
+    `dout` is (B,T,C); `out` and `states` are `forward`'s results. `config` is one of `triton_fwd.configs`; None tunes.
     """
     B, T, C = x.k.shape
     segments = triton_fwd.count_segments(T)
@@ -151,6 +150,7 @@ def backward(
     dout, out, lse = dout.to(x.k.dtype).contiguous(), out.contiguous(), states.contiguous()
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     dw, du = (x.k.new_empty((B * segments, C), dtype=torch.float32) for _ in range(2))
+    # with SEGMENT 0 the kernel reads no ends: any pointer will do
     split = {"ends_ptr": lse, "adjoint_ends_ptr": lse, "SEGMENT": 0}
     if segments > 1:
         ends = triton_fwd.scan_ends(arguments, k, v, out, config)

@@ -1,11 +1,11 @@
-"""Bi-WKV in Triton: the forward pass, and what it shares with the backward pass.
+"""Triton forward pass of Bi-WKV, and the parts that it shares with the backward pass.
 
-One program walks through some tokens of one image and 32 or 64 channels for each of its warps, one or two to a thread,
-BLOCK_T tokens at a time. The tokens of a block are a tuple of rows: a scan over them is straight-line code on a
-thread's own registers. Its latency is hidden by the other programs, of which there are many: the operator is
-associative, and a long sequence is cut into segments. Then there are three launches: the sum of each segment in both
-directions, a short scan over the segments for the states at their ends, and the outputs, each segment from these
-states. k and v are read once more for that.
+A program walks through some tokens of one image, BLOCK_T at a time, in 32 or 64 channels for each of its warps, one or
+two to a thread. The tokens of a block are a tuple of rows: a scan over them is straight-line code on a thread's own
+registers. Its latency is hidden by the other programs. To have many of these, a long sequence is cut into segments,
+since the operator is associative. Then there are three launches: the sum of each segment in both directions, a short
+scan over the segments for the states at their ends, and the outputs, each segment from these states. k and v are read
+once more for that.
 
 Everything is in powers of two. A state (m, a, b) stands for the sums 2^m a and 2^m b, where m is a running maximum of
 exponents. This is right for any k, w and u. The kernel goes through the tokens twice. Backward, it adds up blocks to
@@ -14,9 +14,9 @@ before the block in registers, fetches the one behind it, and goes from both thr
 come from the cache where a segment is short.
 
 Where the weights change little over a block, |BLOCK_T w| + |u| ≤ GENTLE, as they do if both are divided by T, one
-exponent for each direction serves a whole block: the token or state that it comes from has a weight of at least
-2^−GENTLE in all outputs of the block, and what is too small for a float next to it does not matter, whatever k is. That
-saves a fifth of the instructions, which are what limits this kernel. Otherwise every token has its own maximum. Shape
+exponent for each direction serves a whole block. The token or state that it comes from has a weight of at least
+2^−GENTLE in all outputs of the block; a term that is too small for a float next to it does not matter, whatever k is.
+That saves a fifth of the instructions, which limit this kernel. Otherwise every token has its own maximum. Shape
 letters as in `reference`.
 """
 
@@ -47,7 +47,7 @@ from .triton_blocks import (
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 DTYPES = torch.float32, torch.float16, torch.bfloat16
-# tokens, a multiple of every BLOCK_T; a program has fewer than two segments, so its offsets fit in 32 bits
+# tokens, a multiple of every BLOCK_T; a program has fewer tokens than two segments: its offsets fit in 32 bits
 SEGMENT = 256
 
 
@@ -66,10 +66,10 @@ def sums_kernel(
     SEGMENT: tl.constexpr,
     ADJOINT: tl.constexpr,
 ):
-    """What each segment adds to the state behind it, and to the one in front of it: both, to sums (B,S,2,3,C).
+    """Write the sums that each segment adds to the state behind it and to the one in front of it, (B,S,2,3,C).
 
-    A shorter last segment adds a wrong first sum, which nothing reads. For adjoint tokens k and v are
-    L and the gradient of out; else out is not read.
+    The first sum of a shorter last segment is wrong, and never read. For adjoint tokens k and v are L and the gradient
+    of out; else out is not read.
     """
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     there = c < C
@@ -87,9 +87,10 @@ def sums_kernel(
         k, x, y = load_tokens(k_ptr + at, v_ptr + at, out_ptr + at, tokens, there, one, C, BLOCK_T, ADJOINT, WHOLE)
         m, a, b = sum_rows(w, 0, k, x, y)
         m_right, a_right, b_right = add_states(m_right, a_right, b_right, m - i * BLOCK_T * w, a, b)
+        # behind a block the last token is nearest: −w and the shift by BLOCK_T − 1 turn the distances round
         m, a, b = sum_rows(-w, 0, k, x, y)
         m_left, a_left, b_left = add_states(m_left - BLOCK_T * w, a_left, b_left, m - (BLOCK_T - 1) * w, a, b)
-    if full * BLOCK_T < tokens:  # of the last segment: nothing needs its state behind
+    if full * BLOCK_T < tokens:  # only in the last segment, which has no segment behind it
         at, left = start + full * (BLOCK_T * C), tokens - full * BLOCK_T
         k, x, y = load_tokens(k_ptr + at, v_ptr + at, out_ptr + at, left, there, one, C, BLOCK_T, ADJOINT, 0)
         m, a, b = sum_rows(w, 0, k, x, y)
@@ -101,7 +102,7 @@ def sums_kernel(
 
 @triton.jit
 def ends_kernel(w_ptr, sums_ptr, ends_ptr, segments, C: tl.constexpr, BLOCK_C: tl.constexpr, SEGMENT: tl.constexpr):
-    """From `sums_kernel`'s sums the states in front of each segment and behind it, (B,S,2,3,C)."""
+    """Write the states in front of each segment and behind it, (B,S,2,3,C), from the sums of `sums_kernel`."""
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     there = c < C
     w = load_decay(w_ptr, c, there, segments * SEGMENT)
@@ -139,8 +140,8 @@ def forward_kernel(
 ):
     """Write out and, with KEEP, the binary logarithm of the denominator. `bucket` is a key for tuning.
 
-    With SEGMENT a program has that many tokens and goes from the states at their ends; without it has all.
-    The compiler knows C, and the rows' addresses become one address and constants: a third of the instructions fewer.
+    With SEGMENT a program has that many tokens, and starts from the states at their ends; else it has all tokens. C is
+    a compile-time constant: the rows' addresses become one address and constants, a third of the instructions fewer.
     """
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     there = c < C
@@ -195,41 +196,45 @@ def forward_kernel(
 
 
 def unsupported(dtype: torch.dtype) -> str | None:
-    """Why these kernels cannot run k of this dtype, or None where they can."""
+    """Return why these kernels cannot run k of this dtype, or None."""
     return dtype_obstacle("k", dtype, DTYPES)
 
 
 def states_shape(shape: Sequence[int], keep_states: bool) -> tuple[int, ...]:
-    """The shape of `forward`'s states for k (B,T,C): a logarithm for each output, or none. Takes symbolic sizes."""
+    """Return the shape of `forward`'s states for k (B,T,C): a logarithm for each output, or none.
+
+    Takes symbolic sizes.
+    """
     return tuple(shape) if keep_states else (0,)
 
 
 def configs(dtype: torch.dtype | None = None) -> list[triton.Config]:
-    """The candidates of both kernels, for k of any dtype; the first is the default, which runs untuned."""
+    """Return the candidates of both kernels, for k of any dtype; the first is the default, which runs untuned."""
     return [config_of(8, 1), config_of(8, 2), config_of(8, 1, channels=2), config_of(4, 1, channels=2)]
 
 
 def ends_configs(dtype: torch.dtype | None = None) -> list[triton.Config]:
-    """The one config of the scan over segments."""
+    """Return the one config of the scan over segments."""
     return [triton.Config({"BLOCK_C": 32}, num_warps=1, num_stages=1)]
 
 
 def count_segments(tokens: int) -> int:
-    """How many segments a sequence is cut into: one where two would not be full."""
+    """Return how many segments a sequence is cut into: one where two would not be full."""
     return 1 if tokens < 2 * SEGMENT else ceil_div(tokens, SEGMENT)
 
 
 def config_of(tokens: int, warps: int, channels: int = 1) -> triton.Config:
-    """A config by the tokens of a block and the channels of a thread. Two channels are loaded as a pair; with 8 tokens
-    that takes fewer instructions for each channel, and more registers.
+    """Return a config by the tokens of a block and the channels of a thread.
+
+    Two channels are loaded as a pair; with 8 tokens that takes fewer instructions for each channel, and more registers.
     """
     return triton.Config({"BLOCK_T": tokens, "BLOCK_C": 32 * warps * channels}, num_warps=warps, num_stages=1)
 
 
 def shared_arguments(x: Arguments) -> dict[str, object]:
-    """The arguments that both kernels take: contiguous k and v, w and u in fp32, and the sizes.
+    """Return the arguments that both kernels take: contiguous k and v, w and u in fp32, and the sizes.
 
-    `bucket` has the powers of two of T and of the number of channels in all images: they decide the best config.
+    `bucket` combines the bit lengths of T and of the number of channels in all images, which decide the best config.
     """
     B, T, C = x.k.shape
     return {
@@ -246,9 +251,9 @@ def shared_arguments(x: Arguments) -> dict[str, object]:
 def launch_segments(
     kernel, arguments: dict[str, object], states: int, x: Arguments, config: triton.Config | None, segments: int = 1
 ) -> None:
-    """Launch either kernel, with memory for `states` numbers of each block of a sequence.
+    """Launch either kernel, with scratch memory for `states` numbers of each block and channel of a sequence.
 
-    The blocks are those of the config with the most of them if it is not yet known which one will run.
+    While it is not known which config will run, the blocks are those of the config with the most of them.
     """
     B, T, C = x.k.shape
     tokens = T if segments == 1 else segments * SEGMENT
@@ -270,7 +275,7 @@ def scan_ends(
     *,
     adjoint: bool = False,
 ) -> Tensor:
-    """The states in front of each segment and behind it, (B,S,2,3,C), fp32; see `sums_kernel`."""
+    """Return the states in front of each segment and behind it, (B,S,2,3,C), fp32; see `sums_kernel`."""
     B, T, C = k.shape
     segments = count_segments(T)
     sums, ends = (k.new_empty((B, segments, 2, 3, C), dtype=torch.float32) for _ in range(2))
@@ -286,11 +291,15 @@ def scan_ends(
 
 
 def forward(x: Arguments, keep_states: bool, config: triton.Config | None = None) -> tuple[Tensor, Tensor]:
-    """out (B,T,C) in k's dtype and states of shape `states_shape`, fp32. `config` is one of `configs`; None tunes."""
+    """Return out (B,T,C) in k's dtype and states of shape `states_shape` in fp32.
+
+    `config` is one of `configs`; None tunes.
+    """
     arguments = shared_arguments(x)
     out = torch.empty_like(arguments["k_ptr"])
     states = out.new_empty(states_shape(out.shape, keep_states), dtype=torch.float32)
     segments = count_segments(out.shape[1])
+    # with SEGMENT 0 the kernel reads no ends: any pointer will do
     split = {"ends_ptr": out, "SEGMENT": 0}
     if segments > 1:
         ends = scan_ends(arguments, arguments["k_ptr"], arguments["v_ptr"], out, config)

@@ -1,4 +1,4 @@
-"""Multi-scale deformable attention, the sampling of the ViT-Adapter: `op` has the function, `reference` the equation."""
+"""Multi-scale deformable attention of the ViT-Adapter: `op` has the function, `reference` the equation."""
 
 from .op import ms_deform_attn, selected_backend
 

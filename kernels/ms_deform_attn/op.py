@@ -1,4 +1,4 @@
-"""The public operator multi-scale deformable attention: argument checks, choice of a backend, FLOP count.
+"""Public operator multi-scale deformable attention: argument checks, choice of a backend, FLOP counts.
 
 Shape letters as in `reference`.
 """
@@ -23,17 +23,16 @@ def _load_triton():
 def ms_deform_attn(
     value: Tensor, shapes: Sequence[tuple[int, int]], locations: Tensor, weights: Tensor, *, backend: str = "auto"
 ) -> Tensor:
-    """For each query, a weighted sum of bilinear samples at points of its own on several levels' maps, by head.
+    """For each query and head, sum bilinear samples at the query's own points on the maps of several levels.
 
-        out_q = Σ_l Σ_p weight_qlp · value_l(x, y)    with the pixel coordinates (x, y) = location_qlp · (w_l, h_l) −
-        0.5
+        out_q = Σ_l Σ_p weight_qlp · value_l(x, y)    with (x, y) = location_qlp · (w_l, h_l) − 0.5, in pixels
 
     value_l(x, y) interpolates between the four pixels around (x, y), whose centres have whole coordinates; outside the
     map everything is zero. It is `grid_sample(2 · location − 1, bilinear, padding zeros, align_corners=False)`. The
-    weights are used as they are: the softmax over all points of all levels belongs to the layer.
+    weights are used without a softmax: the one over all points of all levels belongs to the layer.
 
     Coordinates, samples and sums are fp32 (fp64 for fp64 inputs), whatever the dtype and under autocast. Inputs are not
-    written to. NaN in a location or a weight, or infinity, fills the output of its query and head with NaN. Only the
+    written to. NaN or infinity in a location or a weight fills the output of its query and head with NaN. Only the
     inputs are kept for the backward pass. Every tensor has a gradient; second derivatives need the reference backend.
     The derivative with respect to locations exists almost everywhere; where a point lies on a pixel's row or column, it
     is the one from the right.
@@ -59,12 +58,12 @@ def ms_deform_attn(
 def selected_backend(
     backend: str, device: torch.device | str, *, head_dim: int = 32, levels: int = 1, dtype: torch.dtype = torch.float32
 ) -> str:
-    """The backend that will run for a request, `triton`, `torch` or `reference`; every result records it.
+    """Return the backend that will run, `triton`, `torch` or `reference`; every result records it.
 
-    `triton` is one kernel for the forward pass and two, with a sort between them, for the backward pass, for NVIDIA
-    GPUs from sm_80 on (and, slowly, for the CPU under Triton's interpreter). It has no atomics: two runs give the same
-    bits. `torch` is `grid_sample` with its own backward pass, for any device and any size; on CUDA, that pass adds up
-    the gradient of value in any order, and refuses to run where torch is to be deterministic. `reference` is the
+    `triton` is one kernel for the forward pass, and two with a sort between them for the backward pass, for NVIDIA GPUs
+    from sm_80 on (and, slowly, for the CPU under Triton's interpreter). It has no atomics: two runs give the same bits.
+    `torch` is `grid_sample` with its own backward pass, for any device and any size. On CUDA, that pass adds up the
+    gradient of value in no fixed order, and refuses to run where torch is to be deterministic. `reference` is the
     equation point by point under autograd. `auto` takes `triton` on a GPU that can run these sizes, else `torch`.
     `head_dim`, `levels` and `dtype` are C, L and value's dtype. Errors are those of `dispatch.choose_backend`.
     """
@@ -72,7 +71,7 @@ def selected_backend(
 
 
 def _check(value, shapes, locations, weights):
-    """Raise a TypeError or ValueError that names the argument, what it is and what is expected."""
+    """Raise a TypeError or ValueError that names the argument, its value and the expected one."""
     op, tensors = "ms_deform_attn", {"value": value, "locations": locations, "weights": weights}
     dispatch.check_are_tensors(op, tensors)
     pairs = isinstance(shapes, Sequence) and all(isinstance(shape, Sequence) and len(shape) == 2 for shape in shapes)
@@ -96,19 +95,20 @@ def _check(value, shapes, locations, weights):
 
 
 def forward_flops(samples_shape: Sequence[int], channels: int) -> int:
-    """For weights of shape (B,Q,M,L,P): 2 for each of a sample's 5 multiply-adds per channel, 4 neighbours and weight.
+    """Count the FLOPs for weights of shape (B,Q,M,L,P): 2 for each of the 5 multiply-adds of a sample and channel.
 
-    Coordinates and the neighbours' shares do not depend on the channel and count as free, as do all operations of the
-    reference backend in PyTorch's counter.
+    These are the 4 neighbours and the weight. Coordinates and the neighbours' shares do not depend on the channel and
+    count as free, as do all operations of the reference backend in PyTorch's counter.
     """
     B, Q, M, L, P = samples_shape
     return 2 * 5 * B * Q * M * L * P * channels
 
 
 def backward_flops(samples_shape: Sequence[int], channels: int) -> int:
-    """2 for each of 8 multiply-adds per channel of a sample: dout times each of the 4 neighbours, from which the
-    gradients of the
-    location and the weight follow, and dout added to the gradient of each neighbour.
+    """Count 2 FLOPs for each of the 8 multiply-adds of a sample and channel.
+
+    dout times each of the 4 neighbours gives the gradients of the location and the weight; and dout is added to the
+    gradient of each neighbour.
     """
     B, Q, M, L, P = samples_shape
     return 2 * 8 * B * Q * M * L * P * channels

@@ -1,4 +1,4 @@
-"""The arguments of multi-scale deformable attention, and its equation, against which every backend is tested.
+"""Arguments of multi-scale deformable attention, and its equation, against which every backend is tested.
 
 A loop over levels, points and the four neighbours of a point. Plain PyTorch operations, differentiable by autograd, in
 fp64 for fp64 inputs and in fp32 otherwise.
@@ -16,7 +16,10 @@ from ..dispatch import compute_dtype
 
 
 class Arguments(NamedTuple):
-    """What a backend gets: value (B,S,M,C), `shapes` h, w, h, w, …, locations (B,Q,M,L,P,2), weights (B,Q,M,L,P)."""
+    """Arguments of every backend.
+
+    value: (B,S,M,C). shapes: h, w, h, w, … of the levels. locations: (B,Q,M,L,P,2). weights: (B,Q,M,L,P).
+    """
 
     value: Tensor
     shapes: Sequence[int]
@@ -27,7 +30,9 @@ class Arguments(NamedTuple):
 def ms_deform_attn_formula(
     value: Tensor, shapes: Sequence[tuple[int, int]], locations: Tensor, weights: Tensor
 ) -> Tensor:
-    """out_q = Σ_l Σ_p weight · Σ over the neighbours (i, j) of (x, y) of (1 − |x − j|) (1 − |y − i|) value_ij, by head.
+    """Compute the weighted sum of bilinear samples, by head, point by point.
+
+        out_q = Σ_l Σ_p weight · Σ over the neighbours (i, j) of (x, y) of (1 − |x − j|) (1 − |y − i|) value_ij
 
     (x, y) = location · (w, h) − 0.5 are the point's pixel coordinates on level l, a map of h rows and w columns. Its
     neighbours are in the rows ⌊y⌋, ⌊y⌋ + 1 and the columns ⌊x⌋, ⌊x⌋ + 1, as far as these exist: outside the map
@@ -36,8 +41,8 @@ def ms_deform_attn_formula(
     Args:
         value: (B,S,M,C), any floating dtype, the levels' maps row by row, one after the other.
         shapes: (h, w) of each level.
-        locations: (B,Q,M,L,P,2), (x, y) in [0,1] from the map's upper left corner to its lower right one. weights:
-            (B,Q,M,L,P).
+        locations: (B,Q,M,L,P,2), (x, y) in [0,1] from the map's upper left corner to its lower right one.
+        weights: (B,Q,M,L,P).
 
     Returns:
         (B,Q,M,C) in value's dtype.

@@ -1,6 +1,6 @@
-"""Multi-scale deformable attention by PyTorch's `grid_sample`: what CPUs run, and any other device.
+"""Multi-scale deformable attention by PyTorch's `grid_sample`, for CPUs and any other device.
 
-A level's map is sampled for all heads at once, each head as a sample of the batch, and its points are then summed with
+A level's map is sampled for all heads at once, each head as a sample of the batch; its points are then summed with
 their weights. The backward pass keeps only the inputs and samples again, under autograd. On CUDA, `grid_sample` adds up
 the gradient of the map in no fixed order. Shape letters as in `reference`, and N = B·M.
 """
@@ -16,7 +16,7 @@ from .reference import Arguments
 
 
 def forward(x: Arguments) -> Tensor:
-    """out (B,Q,M,C) in value's dtype."""
+    """Return out (B,Q,M,C) in value's dtype."""
     B, Q, M = x.locations.shape[:3]
     out_NCQ = None
     for map_NChw, grid_NQP2, weight_NQP in _levels(x):
@@ -27,7 +27,7 @@ def forward(x: Arguments) -> Tensor:
 
 
 def _levels(x: Arguments) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Level by level, in the compute dtype: its map (N,C,h,w), points (N,Q,P,2) from −1 to 1, and weights."""
+    """Yield of each level, in the compute dtype: its map (N,C,h,w), points (N,Q,P,2) from −1 to 1, weights (N,Q,P)."""
     value, shapes, locations, weights = x
     B, Q, M, _, P = weights.shape
     dtype, first = compute_dtype(value.dtype), 0

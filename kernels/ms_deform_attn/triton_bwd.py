@@ -1,19 +1,19 @@
-"""Multi-scale deformable attention in Triton: the backward pass, in two kernels with a sort between them.
+"""Triton backward pass of multi-scale deformable attention, in two kernels with a sort between them.
 
-With g the gradient of a row's output, d_ij = Σ_c g value_ij for the neighbours (i, j) of a point (x, y), and their
-shares (1 − |x − j|) (1 − |y − i|) in it,
+With g the gradient of a row's output, d_ij = Σ_c g value_ij for the neighbours (i, j) of a point (x, y), and share_ij =
+(1 − |x − j|) (1 − |y − i|) their shares in it,
 
-    dweight = Σ_ij share_ij d_ij        dx, dy = weight · Σ_ij (∂share_ij / ∂x, y) d_ij        dvalue_ij = Σ weight ·
-    share_ij g
+    dweight = Σ_ij share_ij d_ij        dx, dy = weight · Σ_ij (∂share_ij / ∂x, y) d_ij
+    dvalue_ij = Σ weight · share_ij g
 
-The first kernel works by rows, as the forward kernel does. It has everything that the gradients of weights and
-locations need, and writes down each sample's cell, which is the square between four pixels where it lies; a map of h by
-w pixels has h + 1 by w + 1.
+The first kernel works by rows, as the forward kernel does. It computes the gradients of weights and locations, and
+writes down each sample's cell. That is the square between four pixels in which the sample lies; a map of h by w pixels
+has h + 1 by w + 1 cells.
 
 The gradient of the value adds up over all samples around a pixel. Atomics would do that in any order. Here the samples
 are sorted by their cell, with torch's stable sort of one int for each. The second kernel works by pixels: a program for
 each pixel and head adds up the samples of the four cells around it in their sorted order, and two runs give the same
-bits. Neighbouring cells of a row follow each other in the order; the four cells are two stretches of it. Shape letters
+bits. Neighbouring cells of a row follow each other in that order: the four cells are two stretches of it. Shape letters
 as in `reference`.
 """
 
@@ -29,7 +29,7 @@ from .triton_fwd import SIZE_NAMES, cell_of, load_pixel, pixel_coordinates, run_
 
 @triton.jit
 def over_channels(g, v):
-    """Σ_c g v of each row."""
+    """Return Σ_c g v of each row."""
     return tl.sum(g * v, 1)
 
 
@@ -62,7 +62,10 @@ def points_kernel(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Write dlocations, dweights, and each sample's cell: one of `cells` per image and head, or their total outside."""
+    """Write dlocations, dweights, and each sample's cell.
+
+    Each image and head has `cells` of its own. A sample off the map gets the number after the last of all cells.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, WIDTH)
     there = row < rows
@@ -121,7 +124,10 @@ def value_kernel(
     SAMPLES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Write dvalue on a level, from token `first` and cell `first_cell` on; `starts`: each cell's first in `order`."""
+    """Write dvalue of one level, from token `first` and cell `first_cell` on.
+
+    `starts` has the place of each cell's first sample in `order`.
+    """
     program = tl.program_id(0)
     head, pixel, image = program % M, program // M % (h * w), (program // M // (h * w)).to(tl.int64)
     i, j = pixel // w, pixel % w
@@ -129,6 +135,7 @@ def value_kernel(
     dvalue = tl.zeros((SAMPLES, WIDTH), tl.float32)
     for below in tl.static_range(2):
         cell = (image * M + head) * cells + first_cell + (i + below) * (w + 1) + j
+        # this cell and its right neighbour are one stretch of the order
         end = tl.load(starts_ptr + cell + 2)
         for n in tl.range(tl.load(starts_ptr + cell), end, SAMPLES):
             at = n + tl.arange(0, SAMPLES)
@@ -145,7 +152,7 @@ def value_kernel(
 
 
 def configs(head_dim: int) -> list[triton.Config]:
-    """The candidates of the kernel by pixels; the first is the default, which runs untuned."""
+    """Return the candidates of the kernel by pixels; the first is the default, which runs untuned."""
     found = (max(1, channels * 32 // next_power_of_2(head_dim)) for channels in (8, 16, 4))
     return [triton.Config({"SAMPLES": samples}, num_warps=1, num_stages=1) for samples in dict.fromkeys(found)]
 
@@ -153,7 +160,7 @@ def configs(head_dim: int) -> list[triton.Config]:
 def backward(
     dout: Tensor, x: Arguments, points_config: triton.Config | None = None, value_config: triton.Config | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of value, locations and weights, each in its input's shape and dtype, from dout (B,Q,M,C).
+    """Return the gradients of value, locations and weights, each in its input's shape and dtype, from dout (B,Q,M,C).
 
     `points_config` is one of `triton_fwd.configs`, `value_config` one of `configs`; None tunes.
     """
@@ -166,13 +173,14 @@ def backward(
     arguments |= {"dout_ptr": dout.to(value.dtype).contiguous(), "cells": cells}
     dvalue = value.new_empty(value.shape)
     dlocations, dweights = (like.new_empty(like.shape, dtype=torch.float32) for like in (locations, weights))
-    # an int32 halves the work of the sort, where it is enough
+    # int32 halves the work of the sort where the cells fit it
     index = torch.int32 if B * M * cells < 2**31 else torch.int64
     cell_of_sample = torch.empty(weights.numel(), dtype=index, device=device)
     to_points = {"dlocations_ptr": dlocations, "dweights_ptr": dweights, "cells_ptr": cell_of_sample}
     run_by_rows(points_kernel, arguments | to_points, points_config)
 
     ordered, order = cell_of_sample.sort(stable=True)
+    # one more than there are cells: the end of the last one
     starts = torch.searchsorted(ordered, torch.arange(B * M * cells + 1, dtype=index, device=device))
     taken = "dout_ptr", "locations_ptr", "weights_ptr", "S", "cells", "bucket", "M", "C", "L", "P", "WIDTH"
     arguments = {name: arguments[name] for name in taken} | {

@@ -1,11 +1,11 @@
-"""Multi-scale deformable attention in Triton: the forward pass, and what it shares with the backward pass.
+"""Triton forward pass of multi-scale deformable attention, and the parts that it shares with the backward pass.
 
-A row is one head of one query. A program takes the points of some rows one after the other. For each point, the
-channels of all four neighbours are loaded at once, and a thread has a few neighbouring channels of a row, which it
-loads together. Rows that follow each other are the heads of one query, and these lie side by side in the value, too.
+A row is one head of one query. A program takes the points of some rows in sequence. For each point, the channels of all
+four neighbours are loaded at once. A thread has a few neighbouring channels of a row, which it loads together.
+Consecutive rows are the heads of one query, which are also neighbours in the value.
 
-The levels' sizes are plain arguments and not compile-time constants, so that images of a new size compile nothing;
-hence the bound on the number of levels. Coordinates, samples and sums are fp32. Shape letters as in `reference`.
+The levels' sizes are plain arguments and not compile-time constants: images of a new size compile nothing. Therefore
+the number of levels is bounded. Coordinates, samples and sums are fp32. Shape letters as in `reference`.
 """
 
 import torch
@@ -25,7 +25,7 @@ SIZE_NAMES = [f"{side}{level}" for level in range(MAX_LEVELS) for side in "hw"]
 
 @triton.jit
 def pixel_coordinates(locations_ptr, sample, there, h, w):
-    """(x, y) of samples on a map of h rows and w columns; far outside of it for those that are not `there`."""
+    """Return (x, y) of samples on a map of h rows and w columns; far off the map for those that are not `there`."""
     x = tl.load(locations_ptr + 2 * sample, mask=there, other=-8.0)
     y = tl.load(locations_ptr + 2 * sample + 1, mask=there, other=-8.0)
     return x * w - 0.5, y * h - 0.5
@@ -33,10 +33,10 @@ def pixel_coordinates(locations_ptr, sample, there, h, w):
 
 @triton.jit
 def cell_of(x, y, h, w):
-    """Row and column of the upper left neighbour, from −1 on, and whether any neighbour is on the map; else 0, 0.
+    """Return row and column of the upper left neighbour, from −1 on, and whether any neighbour is on the map.
 
-    A point that is far away need not fit an int. The shares that follow from 0, 0 are shares of zeros; those of a NaN
-    are NaN, which shows in the output.
+    If none is, they are 0, 0. The coordinates of a point far off the map need not fit an int. Its shares then weight
+    pixels that load as zeros; those of a NaN are NaN, which shows in the output.
     """
     near = (x >= -1.0) & (x < w) & (y >= -1.0) & (y < h)
     return tl.where(near, tl.floor(y), 0.0).to(tl.int32), tl.where(near, tl.floor(x), 0.0).to(tl.int32), near
@@ -44,7 +44,7 @@ def cell_of(x, y, h, w):
 
 @triton.jit
 def load_pixel(map_ptr, i, j, near, h, w, c, M: tl.constexpr, C: tl.constexpr):
-    """The channels of pixel (i, j) of each row's map in fp32, zeros outside."""
+    """Load the channels of pixel (i, j) of each row's map in fp32, zeros outside."""
     inside = near & (i >= 0) & (i < h) & (j >= 0) & (j < w)
     at = map_ptr + (i * w + j).to(tl.int64) * (M * C)
     return tl.load(at[:, None] + c[None, :], mask=inside[:, None] & (c < C)[None, :], other=0.0).to(tl.float32)
@@ -107,7 +107,7 @@ def forward_kernel(
 
 
 def unsupported(dtype: torch.dtype, head_dim: int, levels: int) -> str | None:
-    """Why these kernels cannot run these sizes of this dtype, or None where they can."""
+    """Return why these kernels cannot run these sizes of this dtype, or None."""
     if obstacle := dtype_obstacle("value", dtype, DTYPES):
         return obstacle
     if head_dim > MAX_HEAD_DIM:
@@ -116,9 +116,9 @@ def unsupported(dtype: torch.dtype, head_dim: int, levels: int) -> str | None:
 
 
 def configs(head_dim: int) -> list[triton.Config]:
-    """The candidates of the kernels by rows; the first is the default, which runs untuned.
+    """Return the candidates of the kernels by rows; the first is the default, which runs untuned.
 
-    A program has as many rows as give each thread 8 channels, 8 in four warps, 4, or 16.
+    A program has as many rows as give each thread 8 channels in one warp, 8 in four warps, 4 in one, or 16 in one.
     """
     width = next_power_of_2(head_dim)
     found = ((max(1, channels * 32 * warps // width), warps) for channels, warps in ((8, 1), (8, 4), (4, 1), (16, 1)))
@@ -126,13 +126,15 @@ def configs(head_dim: int) -> list[triton.Config]:
 
 
 def shared_arguments(x: Arguments) -> dict[str, object]:
-    """The arguments that the kernels by rows take: contiguous tensors, locations and weights in fp32, and the sizes.
+    """Return the arguments that the kernels by rows take.
 
-    `bucket` is the power of two of the number of samples: the best config depends on how full the device is.
+    These are contiguous tensors, locations and weights in fp32, and the sizes. `bucket` is the bit length of the number
+    of samples: the best config depends on how full the device is.
     """
     B, Q, M, L, P = x.weights.shape
     _, S, _, C = x.value.shape
     sizes = {"rows": B * Q * M, "S": S, "Q": Q, "M": M, "C": C, "L": L, "P": P, "WIDTH": next_power_of_2(C)}
+    # sizes of levels that do not exist are 1; the kernels loop over L levels
     levels = dict(zip(SIZE_NAMES, [*x.shapes, *[1] * (len(SIZE_NAMES) - len(x.shapes))], strict=True))
     return {
         "value_ptr": x.value.contiguous(),
@@ -154,7 +156,7 @@ def run_by_rows(kernel, arguments: dict[str, object], config: triton.Config | No
 
 
 def forward(x: Arguments, config: triton.Config | None = None) -> Tensor:
-    """out (B,Q,M,C) in value's dtype. `config` is one of `configs`; None tunes."""
+    """Return out (B,Q,M,C) in value's dtype. `config` is one of `configs`; None tunes."""
     out = x.value.new_empty((*x.weights.shape[:3], x.value.shape[3]))
     run_by_rows(forward_kernel, shared_arguments(x) | {"out_ptr": out}, config)
     return out

@@ -1,7 +1,7 @@
 """The selective scan on CPUs, by the loops of `cpu_scan`.
 
-Activations are converted to the compute dtype, some images at a time; sums over images are PyTorch's. Shape letters as
-in `reference`.
+Activations are converted to the compute dtype, some images at a time; torch sums over images. Shape letters as in
+`reference`.
 """
 
 import math
@@ -16,17 +16,20 @@ from ..cpu_loops import BLOCK, GROUP
 from ..dispatch import compute_dtype
 from .reference import Arguments
 
-_ELEMENTS = 2**20  # of an activation that is handled at once
+_ELEMENTS = 2**20  # elements of an activation that are converted at once
 
 
 def states_shape(shape: Sequence[int], state_dim: int, keep_states: bool) -> tuple[int, int, int, int, int]:
-    """The shape of `forward`'s states for delta (B,T,R,E), one per group except the first. Takes symbolic sizes."""
+    """Return the shape of `forward`'s states for delta (B,T,R,E), one per group except the first.
+
+    Takes symbolic sizes.
+    """
     images, T, R, E = shape
     return images, (T + GROUP - 1) // GROUP - 1 if keep_states else 0, R, state_dim, E
 
 
 def forward(x: Arguments, keep_states: bool) -> tuple[Tensor, Tensor]:
-    """out (B,T,R,E) in `x.out_dtype`; states in the compute dtype, of shape `states_shape`."""
+    """Return out (B,T,R,E) in `x.out_dtype`; states in the compute dtype, of shape `states_shape`."""
     shape = x.delta.shape
     out = torch.empty(shape, dtype=x.out_dtype)
     states = torch.empty(states_shape(shape, x.A.shape[-1], keep_states), dtype=compute_dtype(x.u.dtype))
@@ -40,7 +43,10 @@ def forward(x: Arguments, keep_states: bool) -> tuple[Tensor, Tensor]:
 
 
 def backward(dout: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor | None, ...]:
-    """The gradients of u, delta, ... delta_bias, in their shapes and dtypes, from dout (B,T,R,E) and the states."""
+    """Return the gradients of u, delta, ... delta_bias, each in its input's shape and dtype.
+
+    `dout` is (B,T,R,E), `states` those of `forward`.
+    """
     K, N = x.u.shape[2], x.A.shape[-1]
     du, ddelta, dB, dC = (torch.empty(like.shape, dtype=like.dtype) for like in (x.u, x.delta, x.B, x.C))
     dz = None if x.z is None else torch.empty(x.z.shape, dtype=x.z.dtype)
@@ -72,7 +78,7 @@ def _blocks(shape: Sequence[int]) -> list[slice]:
 
 
 class _Part:
-    """What the loops take of some images: contiguous arrays in the compute dtype, A's states before its channels."""
+    """Arguments of the loops for some images: contiguous arrays in the compute dtype, and A as (R,N,E)."""
 
     def __init__(self, x: Arguments, images: slice):
         dtype = compute_dtype(x.u.dtype)

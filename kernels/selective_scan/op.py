@@ -1,4 +1,4 @@
-"""The public operator selective scan: argument checks, choice of a backend, FLOP count.
+"""Public operator selective scan: argument checks, choice of a backend, FLOP counts.
 
 The custom op has a route axis of any length. Shape letters as in `reference`.
 """
@@ -44,7 +44,7 @@ def selective_scan(
     full_precision: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """The selective scan of Mamba in one direction, with its gate. For each channel e and state n, from h = 0:
+    """Run the selective scan of Mamba in one direction, with its gate. For each channel e and state n, from h = 0:
 
         Δ_t = softplus(delta_t + delta_bias),  h_t = exp(Δ_t A) h_{t−1} + Δ_t B_t u_t
         y_t[e] = Σ_n C_t[n] h_t[e,n] + D[e] u_t[e],  out_t = y_t · SiLU(z_t)
@@ -54,7 +54,7 @@ def selective_scan(
 
     Args:
         u, delta: (B,T,E), of one dtype: fp64, fp32, bf16 or fp16.
-        A: (E,N), below 0 for a state that decays; fp32 or u's dtype, as D and delta_bias.
+        A: (E,N), below 0 for a state that decays. A, D and delta_bias are fp32 or of u's dtype.
         B, C: (B,T,N), u's dtype.
         D: (E,). delta_bias: (E,).
         z: (B,T,E), u's dtype; None leaves the gate out.
@@ -90,7 +90,7 @@ def selective_scan_bidir(
     full_precision: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """Both directions at once, as a Vim layer calls it: 0 scans forward, 1 backward, each with parameters of its own.
+    """Scan in both directions at once, for a Vim layer: index 0 forward, 1 backward, each with parameters of its own.
 
     It equals `selective_scan` on each index of the direction axis, the second one with reverse=True, both with the same
     z. Arguments and errors are the same except for these shapes.
@@ -121,11 +121,11 @@ def selective_scan_routes(
     full_precision: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """Any number of scans at once, as a VMamba layer calls it: each route has a direction and parameters of its own.
+    """Run any number of scans at once, for a VMamba layer: each route has a direction and parameters of its own.
 
-    Route r scans the sequence u[:, :, r mod K], so that routes may share one. VMamba's four routes over a grid are the
-    K = 2 sequences of its rows and of its columns, each forward and back: reverse=(False, False, True, True). The
-    result equals `selective_scan` on each route, all with the same z. Else arguments and errors are the same.
+    Route r scans the sequence u[:, :, r mod K]: routes may share one. VMamba's four routes over a grid are the K = 2
+    sequences of its rows and of its columns, each forward and backward: reverse=(False, False, True, True). The result
+    equals `selective_scan` on each route, all with the same z. The other arguments and the errors are the same.
 
     Args:
         u: (B,T,K,E), where K divides R.
@@ -147,7 +147,10 @@ def selective_scan_routes(
 
 
 def one_direction(inputs: Sequence[Tensor | None], r: int = 0) -> list[Tensor | None]:
-    """The tensors of `selective_scan` for route r, from those of `selective_scan_bidir` or `selective_scan_routes`."""
+    """Return the tensors of `selective_scan` for route r.
+
+    `inputs` are those of `selective_scan_bidir` or `selective_scan_routes`.
+    """
     u, delta, A, B, C, D, z, delta_bias = inputs
     return [u[:, :, r % u.shape[2]], delta[:, :, r], A[r], B[:, :, r], C[:, :, r], D[r], z, delta_bias[r]]
 
@@ -155,14 +158,14 @@ def one_direction(inputs: Sequence[Tensor | None], r: int = 0) -> list[Tensor | 
 def selected_backend(
     backend: str, device: torch.device | str, *, state_dim: int = 16, dtype: torch.dtype = torch.float32
 ) -> str:
-    """The backend that will run for a request, `triton`, `numba`, `torch` or `reference`; every result records it.
+    """Return the backend that will run, `triton`, `numba`, `torch` or `reference`; every result records it.
 
     `triton` is one kernel for the forward pass, or for few images of many tokens three launches, and one for the
-    backward pass, for NVIDIA GPUs from sm_80 on (and, slowly, for the CPU under Triton's interpreter). `numba` is one loop for each pass, for CPUs. `torch` is batched
-    PyTorch operations with a hand-written backward pass, for any device and any size. `reference` is the recurrence
-    under autograd: slower, and with the memory that autograd needs. `auto` takes `triton` on a GPU that can run these
-    sizes, `numba` on a CPU where it is installed, else `torch`. `state_dim` and `dtype` are N and u's dtype. Errors are
-    those of `dispatch.choose_backend`.
+    backward pass, for NVIDIA GPUs from sm_80 on (and, slowly, for the CPU under Triton's interpreter). `numba` is one
+    loop for each pass, for CPUs. `torch` is batched PyTorch operations with a hand-written backward pass, for any
+    device and any size. `reference` is the recurrence under autograd: slower, and with the memory that autograd needs.
+    `auto` takes `triton` on a GPU that can run these sizes, `numba` on a CPU where it is installed, else `torch`.
+    `state_dim` and `dtype` are N and u's dtype. Errors are those of `dispatch.choose_backend`.
     """
     return dispatch.choose_backend(backend, device, "u", _load_triton, int(state_dim), dtype, has_loops=True)
 
@@ -176,9 +179,9 @@ def _reference(x: Arguments) -> Tensor:
 
 
 def _check(op, routes, u, delta, A, B, C, D, z, delta_bias, full_precision):
-    """Raise a TypeError or ValueError that names the argument, what it is and what is expected.
+    """Raise a TypeError or ValueError that names the argument, its value and the expected one.
 
-    `routes` is the shape of the route axis, which `selective_scan` does not have.
+    `routes` is the shape of the route axis: (R,), or () for `selective_scan`, which has no such axis.
     """
     tensors = {"u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "delta_bias": delta_bias}
     if z is not None:
@@ -210,17 +213,18 @@ def _check(op, routes, u, delta, A, B, C, D, z, delta_bias, full_precision):
 
 
 def forward_flops(shape: Sequence[int], state_dim: int) -> int:
-    """For delta of shape (B,T,R,E): 2 for each of the `MACS_PER_STATE` multiply-adds of every state at every token.
+    """Count the FLOPs for delta of shape (B,T,R,E): 2 for each multiply-add of every state at every token.
 
-    Per route these are the 4·T·E·N multiply-adds of the Vim paper. softplus, the skip D·u and the gate are element-wise
-    and count as free, as do all operations of the reference backend in PyTorch's counter.
+    A state has `MACS_PER_STATE` of them; per route these are the 4·T·E·N multiply-adds of the Vim paper. softplus, the
+    skip D·u and the gate are element-wise and count as free, as do all operations of the reference backend in PyTorch's
+    counter.
     """
     B, T, R, E = shape
     return 2 * MACS_PER_STATE * B * T * R * E * state_dim
 
 
 def backward_flops(shape: Sequence[int], state_dim: int) -> int:
-    """Two products for each of the forward pass; the repeated forward scan is not counted."""
+    """Count two products for each of the forward pass; the repeated forward scan is not counted."""
     return 2 * forward_flops(shape, state_dim)
 
 

@@ -1,6 +1,6 @@
-"""The arguments of the selective scan, and its recurrence as it is written: what every backend is tested against.
+"""Arguments of the selective scan, and its recurrence token by token, against which every backend is tested.
 
-Plain PyTorch operations, token by token, differentiable by autograd, in fp64 for fp64 inputs and in fp32 otherwise.
+Plain PyTorch operations, differentiable by autograd, in fp64 for fp64 inputs and in fp32 otherwise.
 
 Shape letters: B images, T tokens, K sequences of the tokens, R routes, E channels, N states of a channel; the tensors
 B, C and D are those of the equations. A route is one scan: over one of the sequences, in one direction, with parameters
@@ -18,7 +18,7 @@ from ..dispatch import compute_dtype
 
 
 class Arguments(NamedTuple):
-    """What a backend gets, for R routes.
+    """Arguments of every backend, for R routes.
 
     u: (B,T,K,E), where K divides R: route r scans the sequence u[:, :, r mod K]. delta: (B,T,R,E), u's dtype. A:
     (R,E,N). B, C: (B,T,R,N). D, delta_bias: (R,E). z: (B,T,E), shared by the routes, or None. reverse: R flags; a route
@@ -38,7 +38,7 @@ class Arguments(NamedTuple):
 
     @property
     def out_dtype(self) -> torch.dtype:
-        """The dtype of the output (B,T,R,E)."""
+        """Return the dtype of the output (B,T,R,E)."""
         return compute_dtype(self.u.dtype) if self.full_precision else self.u.dtype
 
 
@@ -56,7 +56,9 @@ def selective_scan_recurrence(
     full_precision: bool = False,
     return_last_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """h_t = exp(Δ_t A) h_{t−1} + Δ_t B_t u_t from h = 0, y_t = Σ_n C_t h_t + D u_t, out_t = y_t SiLU(z_t).
+    """Run the recurrence of the selective scan in one direction, from h = 0.
+
+        h_t = exp(Δ_t A) h_{t−1} + Δ_t B_t u_t        y_t = Σ_n C_t h_t + D u_t        out_t = y_t SiLU(z_t)
 
     Args:
         u, delta: (B,T,E), any floating dtype; Δ = softplus(delta + delta_bias).

@@ -1,8 +1,8 @@
-"""The selective scan in batched PyTorch operations, forward and backward: without Triton or numba.
+"""The selective scan in batched PyTorch operations, forward and backward, for machines without Triton or numba.
 
-It goes through tiles, some tokens of some images on all routes, in scan order and with channels innermost. Everything
-except the recurrence itself is done for the whole tile at once; a token of the recurrence is one operation over images,
-routes, states and channels. Nothing is divided by a decay: no step size overflows.
+It goes through tiles of some tokens of some images on all routes, in scan order and with channels innermost. Everything
+except the recurrence is done for the whole tile at once; a token of the recurrence is one operation over images,
+routes, states and channels. Nothing is divided by a decay, which could underflow: no step size overflows.
 
 The backward pass has the state at the start of every tile except the first. It repeats a tile's scan and goes back
 through it. With a_t = exp(Δ_t A), dy = dL/dy and g_t = dL/dh_t:
@@ -24,22 +24,25 @@ from torch import Tensor
 from ..dispatch import compute_dtype
 from .reference import Arguments
 
-# elements of a token's states that make its step worth its dispatch, and elements of a tile's states that keep them in
-# the cache
+# elements of the states at one token, enough for the work of its step to outweigh its dispatch; and elements of the
+# states of a tile, few enough for the cache
 _STEP_ELEMENTS = 32768
 _TILE_ELEMENTS = 786432
 _MIN_TOKENS, _MAX_TOKENS = 8, 128
 
 
 def states_shape(shape: Sequence[int], state_dim: int, keep_states: bool) -> tuple[int, int, int, int, int]:
-    """The shape of `forward`'s states for delta (B,T,R,E), one per tile except the first. Takes symbolic sizes."""
+    """Return the shape of `forward`'s states for delta (B,T,R,E), one per tile except the first.
+
+    Takes symbolic sizes.
+    """
     images, T, R, E = shape
     _, tokens = _tile_sizes(shape, state_dim)
     return (T + tokens - 1) // tokens - 1 if keep_states else 0, images, R, state_dim, E
 
 
 def forward(x: Arguments, keep_states: bool) -> tuple[Tensor, Tensor]:
-    """out (B,T,R,E) in `x.out_dtype`; states in the compute dtype, of shape `states_shape`."""
+    """Return out (B,T,R,E) in `x.out_dtype`; states in the compute dtype, of shape `states_shape`."""
     shape, N = x.delta.shape, x.A.shape[-1]
     out = x.u.new_empty(shape, dtype=x.out_dtype)
     states = x.u.new_empty(states_shape(shape, N, keep_states), dtype=compute_dtype(x.u.dtype))
@@ -57,9 +60,12 @@ def forward(x: Arguments, keep_states: bool) -> tuple[Tensor, Tensor]:
 
 
 def backward(dout: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor | None, ...]:
-    """The gradients of u, delta, ... delta_bias, in their shapes and dtypes, from dout (B,T,R,E) and the states."""
+    """Return the gradients of u, delta, ... delta_bias, each in its input's shape and dtype.
+
+    `dout` is (B,T,R,E), `states` those of `forward`.
+    """
     shape, dtype = x.delta.shape, states.dtype
-    # what routes share is summed over them in the compute dtype, and then rounded
+    # gradients of tensors that routes share, u and z, are summed over the routes before they are rounded
     ddelta, dB, dC = (torch.empty_like(each, memory_format=torch.contiguous_format) for each in (x.delta, x.B, x.C))
     du, dz = (states.new_empty(shape) for _ in range(2))
     dA, dD, dbias = (states.new_zeros(each.shape) for each in (x.A.mT, x.D, x.delta_bias))
@@ -99,7 +105,7 @@ def backward(dout: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor | None,
 
 
 def _tile_sizes(shape: Sequence[int], state_dim: int) -> tuple[int, int]:
-    """The images and the tokens of a tile."""
+    """Return the images and the tokens of a tile."""
     B, T, R, E = shape
     token = R * E * state_dim
     images = torch.sym_min(B, torch.sym_max(1, _STEP_ELEMENTS // token))
@@ -108,7 +114,7 @@ def _tile_sizes(shape: Sequence[int], state_dim: int) -> tuple[int, int]:
 
 
 def _tiles(x: Arguments) -> Iterator[tuple[slice, list[slice]]]:
-    """Some images and their tiles, each by its tokens in scan order."""
+    """Yield some images with their tiles, each tile as its tokens in scan order."""
     B, T = x.delta.shape[:2]
     images, tokens = _tile_sizes(x.delta.shape, x.A.shape[-1])
     tiles = [slice(first, min(first + tokens, T)) for first in range(0, T, tokens)]
@@ -117,7 +123,7 @@ def _tiles(x: Arguments) -> Iterator[tuple[slice, list[slice]]]:
 
 
 def _load(x: Arguments, images: slice, tokens: slice) -> Arguments:
-    """The arguments of a tile in the compute dtype, with the bias added to delta, and A as (R,N,E)."""
+    """Return the arguments of a tile in the compute dtype, with the bias added to delta, and A as (R,N,E)."""
     dtype = compute_dtype(x.u.dtype)
     A, D, bias = (each.to(dtype) for each in (x.A.mT.contiguous(), x.D, x.delta_bias))
     u, delta, B, C = (_take(each, images, tokens, x.reverse, dtype) for each in (x.u, x.delta, x.B, x.C))
@@ -126,7 +132,7 @@ def _load(x: Arguments, images: slice, tokens: slice) -> Arguments:
 
 
 def _take(x: Tensor, images: slice, tokens: slice, reverse: Sequence[bool], dtype: torch.dtype) -> Tensor:
-    """A tile of x (B,T,K,·), whose sequence r mod K is route r's: (b,L,R,·) in scan order."""
+    """Return a tile of x (B,T,K,·) for all routes, (b,L,R,·) in scan order; route r has the sequence r mod K."""
     K, back = x.shape[2], _mirrored(tokens, x.shape[1])
     routes = [x[images, back, r % K].flip(1) if flag else x[images, tokens, r % K] for r, flag in enumerate(reverse)]
     return torch.stack(routes, 2).to(dtype)
@@ -140,12 +146,12 @@ def _put(target: Tensor, images: slice, tokens: slice, reverse: Sequence[bool], 
 
 
 def _mirrored(tokens: slice, T: int) -> slice:
-    """The places of a tile's tokens on a route that scans back."""
+    """Return the places of a tile's tokens on a route that scans backward."""
     return slice(T - tokens.stop, T - tokens.start)
 
 
 def _scan(tile: Arguments, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The steps Δ (b,L,R,E), and the decays a and states h (b,L,R,N,E), from the state before the tile."""
+    """Return the steps Δ (b,L,R,E), and the decays a and states h (b,L,R,N,E), from the state before the tile."""
     step = _softplus(tile.delta)
     a = torch.mul(step.unsqueeze(-2), tile.A * math.log2(math.e)).exp2_()
     h = (step * tile.u).unsqueeze(-2) * tile.B.unsqueeze(-1)
@@ -155,23 +161,24 @@ def _scan(tile: Arguments, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _read_out(tile: Arguments, h: Tensor) -> Tensor:
-    """y (b,L,R,E)."""
+    """Return y (b,L,R,E)."""
     return _over_states(tile.C, h).addcmul_(tile.D, tile.u)
 
 
 def _over_states(weights: Tensor, x: Tensor) -> Tensor:
-    """Σ_n weights x: (b,L,R,N) and (b,L,R,N,E) -> (b,L,R,E)."""
+    """Return Σ_n weights x: (b,L,R,N) and (b,L,R,N,E) -> (b,L,R,E)."""
+    # a single state needs no sum, only a product
     return weights * x.squeeze(-2) if weights.shape[-1] == 1 else (weights.unsqueeze(-2) @ x).squeeze(-2)
 
 
 def _over_channels(x: Tensor, weights: Tensor) -> Tensor:
-    """Σ_e x weights: (b,L,R,N,E) and (b,L,R,E) -> (b,L,R,N)."""
+    """Return Σ_e x weights: (b,L,R,N,E) and (b,L,R,E) -> (b,L,R,N)."""
     return (weights.unsqueeze(-2) @ x.mT).squeeze(-2)
 
 
 def _softplus(x: Tensor) -> Tensor:
-    """log(1 + eˣ), several times faster than PyTorch's own on CPUs, as its powers of two are."""
+    """Return log(1 + eˣ); by a power of two it is several times faster on CPUs than PyTorch's own."""
     e = torch.exp2(x.abs() * -math.log2(math.e))
     w = 1 + e
-    # the quotient is what w lost of e in rounding
+    # the quotient restores the part of e that was rounded off in w
     return w.log().add_((e - (w - 1)) / w).add_(x.clamp(min=0))

@@ -1,13 +1,12 @@
-"""The selective scan in Triton: the backward pass, by recomputation.
+"""Triton backward pass of the selective scan, by recomputation.
 
 One program, a single warp as in `triton_fwd`, walks the channels of one image and route from the last group of tokens
 to the first, with the gradient of the state in fp32 registers. A group is done in two loops:
 
  1. Forward from the group's kept state: the state at the start of every SPAN tokens goes to scratch memory, which is
-   that of one
-    group, whatever T is.
- 2. Backward, span by span: its decays and states again, all in registers, and then, with a_t = exp(Δ_t A), dy = dL/dy,
-     g_t = dL/dh_t,
+     that of one group, whatever T is.
+ 2. Backward, span by span: the decays and states of a span again, all in registers, and then, with a_t = exp(Δ_t A), dy
+     = dL/dy, g_t = dL/dh_t,
 
         g_t = C_t dy_t + a_{t+1} g_{t+1}        p_t = g_t a_t h_{t−1}
         dC_t = Σ_e dy_t h_t                     dB_t = Σ_e g_t Δ_t u_t               du_t = Δ_t Σ_n g_t B_t + D dy_t
@@ -33,30 +32,30 @@ from ..triton_math import LOG2E, sigmoid
 from .reference import Arguments
 from .triton_fwd import configs, place, programs, shared_arguments, softplus
 
-SPAN_OF_ONE_STATE = 8
+SPAN_OF_ONE_STATE = 8  # tokens of a span where N is 1, see `span`
 
 
 @triton.jit
 def over_states(x):
-    """Σ_n of a state tile: (n1,e1,n2,e2) -> (e1,e2), first within the threads, then between them."""
+    """Return Σ_n of a state tile: (n1,e1,n2,e2) -> (e1,e2), first within the threads, then between them."""
     return tl.sum(tl.sum(x, 0), 1)
 
 
 @triton.jit
 def over_channels(x):
-    """Σ_e of a state tile: (n1,e1,n2,e2) -> (n1,n2), first within the threads, then between them."""
+    """Return Σ_e of a state tile: (n1,e1,n2,e2) -> (n1,n2), first within the threads, then between them."""
     return tl.sum(tl.sum(x, 1), 2)
 
 
 @triton.jit
 def channels(x):
-    """(e1,e2) as the channels of a state tile."""
+    """Broadcast (e1,e2) along the channels of a state tile."""
     return x[None, :, None, :]
 
 
 @triton.jit
 def states(x):
-    """(n1,n2) as the states of a state tile."""
+    """Broadcast (n1,n2) along the states of a state tile."""
     return x[:, None, :, None]
 
 
@@ -106,9 +105,12 @@ def backward_kernel(
     GATE: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """Write du, ddelta and dz per route, and dB, dC, dA, dD and dbias per program. `x_b`, `x_t`, `x_r` are x's strides."""
+    """Write du, ddelta and dz of each route, and dB, dC, dA, dD and dbias of each program.
+
+    `x_b`, `x_t`, `x_r` are x's strides.
+    """
     b, r, channel, first, step = place(T, R, E, reverse, BLOCK)
-    STATES: tl.constexpr = 4 if N > 1 else 1  # of the 32 threads, how many lie along the states
+    STATES: tl.constexpr = 4 if N > 1 else 1  # how many of the 32 threads lie along the states
     CHANNELS: tl.constexpr = 32 // STATES
     n = tl.arange(0, N // STATES)[:, None] + N // STATES * tl.arange(0, STATES)[None, :]
     c = tl.arange(0, BLOCK // CHANNELS)[:, None] + BLOCK // CHANNELS * tl.arange(0, CHANNELS)[None, :]
@@ -224,9 +226,9 @@ def backward_kernel(
 
 
 def span(state_dim: int) -> int:
-    """Tokens whose decays and states a program holds in registers at once.
+    """Return how many tokens have their decays and states in a program's registers at once.
 
-    Triton before 3.7 gives more than one a layout that spills, for as many instructions a token.
+    Triton before 3.7 gives more than one a layout that spills, and saves no instructions per token.
     """
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
         return 1
@@ -236,7 +238,10 @@ def span(state_dim: int) -> int:
 def backward(
     dout: Tensor, states: Tensor, x: Arguments, config: triton.Config | None = None
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of u, delta, ... delta_bias, in their shapes and dtypes, from dout (B,T,R,E) and the states."""
+    """Return the gradients of u, delta, ... delta_bias, each in its input's shape and dtype.
+
+    `dout` is (B,T,R,E), `states` those of `forward`. `config` is one of `triton_fwd.configs`; None takes the only one.
+    """
     u, z = x.u, x.z
     images, T, R, E = shape = x.delta.shape
     K, N = u.shape[2], x.A.shape[-1]

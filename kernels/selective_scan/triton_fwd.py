@@ -1,14 +1,15 @@
-"""The selective scan in Triton: the forward pass, and what it shares with the backward pass.
+"""Triton forward pass of the selective scan, and the parts that it shares with the backward pass.
 
 One program, a single warp, scans 32 channels of one image on one route. A thread holds all states of a channel in fp32
 registers, and the sum over the states needs no exchange and no barrier. All routes are one launch: a route that scans
-back counts its tokens from the end, and a route finds its sequence of u by its number. The next AHEAD tokens are loaded
-while these are computed: one where a token has work enough for its loads, several where a channel has a single state.
+backward counts its tokens from the end, and a route finds its sequence of u by its number. The next AHEAD tokens are
+loaded while these are computed: one where a token has work enough for its loads, several where a channel has a single
+state.
 
 With few images there would be few programs, and a token of one program takes as long as its loads and its chain of
-operations. Then the tokens are cut into segments of SEGMENT, in three launches: the state at the end of each segment
-but the last, from h = 0, with the sum of its Δ; from these the state at the start of each but the first, where exp(A
-ΣΔ) is the decay of a whole segment; and all segments at once, each from its start.
+operations. Then the tokens are cut into segments of SEGMENT, in three launches. The first finds the state at the end of
+each segment but the last, from h = 0, with the sum of its Δ. From these the second finds the state at the start of each
+but the first; exp(A ΣΔ) is the decay of a whole segment. The third scans all segments at once, each from its start.
 
 exp(Δ A) is 2^(Δ A log₂e), one instruction of the special function unit, which limits the kernel in two-byte elements.
 
@@ -32,15 +33,15 @@ STATE_DIMS = 1, 8, 16, 32
 DTYPES = torch.float32, torch.float16, torch.bfloat16
 BLOCK = 32  # channels of a program
 GROUP = 64  # tokens from one kept state to the next: N / 64 of the memory of an fp32 activation
-AHEAD_OF_ONE_STATE = 8  # tokens that are loaded at once where N is 1
+AHEAD_OF_ONE_STATE = 8  # tokens that are loaded at once where N is 1, see `ahead`
 AHEAD_OF_ENDS = {
     1: 8,
     8: 4,
     16: 4,
     32: 2,
-}  # the same by N where nothing but the state at the end is wanted; more spills
+}  # the same, by N, with ENDS, where only the state at the end is computed; more tokens would spill registers
 SEGMENT = 256  # tokens, a multiple of GROUP and of what is loaded at once
-FEW = 512  # programs, one for each scheduler of a large GPU: with more, a second one runs while the first one waits
+FEW = 512  # programs, one for each scheduler of a large GPU; with more, a second one runs while the first one waits
 AT_ONCE = 8  # segments whose states are loaded at once
 
 LN2 = tl.constexpr(0.6931471805599453)
@@ -48,7 +49,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def place(T, R, E, reverse, BLOCK: tl.constexpr):
-    """This program's image (int64), route and first channel, and the first token and the step of its scan."""
+    """Return this program's image (int64), route and first channel, and the first token and the step of its scan."""
     program, blocks = tl.program_id(0), tl.cdiv(E, BLOCK)
     r, b = (program // blocks) % R, (program // (blocks * R)).to(tl.int64)
     back = (reverse >> r) & 1
@@ -57,11 +58,13 @@ def place(T, R, E, reverse, BLOCK: tl.constexpr):
 
 @triton.jit
 def softplus(x):
-    """log(1 + eˣ) = max(x, 0) + log(1 + e), e = e^−|x|. With w the rounded 1 + e, log(1 + e) is log w + (e − (w − 1)) /
-    w.
+    """Return log(1 + eˣ) = max(x, 0) + log(1 + e), e = e^−|x|.
+
+    With w the rounded 1 + e, log(1 + e) is log w + (e − (w − 1)) / w: the second term restores the rounding of w.
     """
     e = tl.exp2(tl.abs(x) * -LOG2E)
     w = 1.0 + e
+    # `tl.maximum` drops NaN by default
     return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) + (tl.log2(w) * LN2 + (e - (w - 1.0)) * invert(w))
 
 
@@ -109,9 +112,9 @@ def forward_kernel(
 ):
     """Write out and, with KEEP, the state before every GROUP tokens except the first. `x_b`, `x_t`, `x_r`: x's strides.
 
-    With SEGMENT a program has that many tokens, and starts from its state of edges (B,R,S−1,E,N), the first one from
-    zero. With ENDS it writes nothing but the state at its end, to edges, and the sum of its Δ, to steps (B,R,S−1,E);
-    the segments are full. Edges lie as A does: otherwise Triton gives h another layout than the decays.
+    With SEGMENT a program has that many tokens, and starts from its state in edges (B,R,S−1,E,N), the first one from
+    zero. With ENDS it writes only the state at its end, to edges, and the sum of its Δ, to steps (B,R,S−1,E); these
+    segments are full. Edges are laid out as A is: otherwise Triton gives h another layout than the decays.
     """
     b, r, channel, first, step = place(T, R, E, reverse, BLOCK)
     segment = tl.program_id(1) if SEGMENT else 0
@@ -153,6 +156,7 @@ def forward_kernel(
         C_ptr += step * C_t
         us += (tl.load(u_ptr + e, mask=inside & (k < tokens), other=0.0),)
         deltas += (tl.load(delta_ptr + e, mask=inside & (k < tokens), other=0.0),)
+        # n >= 0 is always true: it gives the condition on the token, a scalar, the shape of a mask
         Bs += (tl.load(B_ptr + n, mask=(n >= 0) & (k < tokens), other=0.0),)
         Cs += (tl.load(C_ptr + n, mask=(n >= 0) & (k < tokens), other=0.0),)
     for i in tl.range(0, tokens, AHEAD):
@@ -198,8 +202,10 @@ def forward_kernel(
 def starts_kernel(
     A_ptr, steps_ptr, ends_ptr, starts_ptr, segments, R, E, N: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr
 ):
-    """The states behind each segment, starts (B,R,segments,E,N), from those of each alone: ends, and the sums of Δ,
-    steps (B,R,segments,E). A thread has one state of a channel.
+    """Write the states behind each segment to starts (B,R,segments,E,N).
+
+    They follow from the states of each segment alone, `ends`, and the sums of its Δ, `steps` (B,R,segments,E). A thread
+    has one state of a channel.
     """
     route, place = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = place < E * N
@@ -223,32 +229,38 @@ def starts_kernel(
 
 
 def unsupported(state_dim: int, dtype: torch.dtype) -> str | None:
-    """Why these kernels cannot run A with `state_dim` states and u of `dtype`, or None where they can."""
+    """Return why these kernels cannot run A with `state_dim` states and u of `dtype`, or None."""
     if state_dim not in STATE_DIMS:
         return f"A's last axis N is {state_dim}, expected one of {', '.join(map(str, STATE_DIMS))}"
     return dtype_obstacle("u", dtype, DTYPES)
 
 
 def states_shape(shape: Sequence[int], state_dim: int, keep_states: bool) -> tuple[int, int, int, int, int]:
-    """The shape of `forward`'s states for delta (B,T,R,E), one per group except the first. Takes symbolic sizes."""
+    """Return the shape of `forward`'s states for delta (B,T,R,E), one per group except the first.
+
+    Takes symbolic sizes.
+    """
     images, T, R, E = shape
     return images, R, (T + GROUP - 1) // GROUP - 1 if keep_states else 0, state_dim, E
 
 
 def ahead(state_dim: int, ends: bool = False) -> int:
-    """Tokens that the forward kernel loads at once; `ends` is its ENDS."""
+    """Return how many tokens the forward kernel loads at once; `ends` is its ENDS."""
     return AHEAD_OF_ENDS[state_dim] if ends else AHEAD_OF_ONE_STATE if state_dim == 1 else 1
 
 
 def constants(state_dim: int, gate: bool, shared: int) -> dict[str, int]:
-    """The compile-time constants of both kernels; `shared`: K where routes share sequences, 0 if each has its own."""
+    """Return the compile-time constants of both kernels.
+
+    `shared` is K where routes share sequences, 0 if each has its own.
+    """
     return {"N": state_dim, "K": shared, "BLOCK": BLOCK, "GROUP": GROUP, "GATE": gate}
 
 
 def shared_arguments(x: Arguments) -> dict[str, object]:
-    """The arguments that both kernels take: activations with their strides, parameters in fp32, and the sizes."""
+    """Return the arguments that both kernels take: activations, their strides, parameters in fp32, and the sizes."""
     activations = {"u": x.u, "delta": x.delta, "B": x.B, "C": x.C}
-    # a route times its stride is an int32 in the kernels
+    # the kernels compute a route times its stride in int32
     activations = {
         name: tensor if tensor.stride(-1) == 1 and tensor.stride(2) * tensor.shape[2] < 2**31 else tensor.contiguous()
         for name, tensor in activations.items()
@@ -269,28 +281,31 @@ def shared_arguments(x: Arguments) -> dict[str, object]:
 
 
 def programs(shape: Sequence[int]) -> int:
-    """How many programs a launch has for delta of shape (B,T,R,E)."""
+    """Return how many programs a launch has for delta of shape (B,T,R,E)."""
     images, _, R, E = shape
     return images * R * -(-E // BLOCK)
 
 
 def count_segments(shape: Sequence[int]) -> int:
-    """How many segments the tokens are cut into for delta of shape (B,T,R,E).
+    """Return how many segments the tokens are cut into for delta of shape (B,T,R,E).
 
-    One where the images alone fill a GPU, since every token is then done twice for nothing; and where there would be
-    less than three, which save less time than two more launches take.
+    One where there are more than `FEW` programs, since every token is then scanned twice for nothing; and one where
+    there would be less than three segments, which save less time than two more launches take.
     """
     tokens = shape[1]
     return 1 if programs(shape) > FEW or tokens < 3 * SEGMENT else ceil_div(tokens, SEGMENT)
 
 
 def configs(dtype: torch.dtype | None = None) -> list[triton.Config]:
-    """The one config of both kernels, a warp for each program: nothing is tuned, and every run gives the same bits."""
+    """Return the one config of both kernels, a warp for each program: without tuning every run gives the same bits."""
     return [triton.Config({}, num_warps=1, num_stages=1)]
 
 
 def forward(x: Arguments, keep_states: bool, config: triton.Config | None = None) -> tuple[Tensor, Tensor]:
-    """out (B,T,R,E) in `x.out_dtype`; states in fp32, of shape `states_shape`. For sizes that are not `unsupported`."""
+    """Return out (B,T,R,E) in `x.out_dtype`, and states in fp32, of shape `states_shape`.
+
+    It takes all sizes that are not `unsupported`.
+    """
     shape, N = x.delta.shape, x.A.shape[-1]
     images, _, R, E = shape
     config = config or configs()[0]
@@ -304,6 +319,7 @@ def forward(x: Arguments, keep_states: bool, config: triton.Config | None = None
     out, states = torch.empty(shape, dtype=x.out_dtype, device=x.u.device), fp32(*states_shape(shape, N, keep_states))
     given = shared_arguments(x) | {"out_ptr": out, "states_ptr": states}
     count, segments = programs(shape), count_segments(shape)
+    # with SEGMENT 0 the kernel reads neither: any pointer will do
     split = {"edges_ptr": states, "steps_ptr": states, "SEGMENT": 0}
     if segments > 1:
         ends, starts = (fp32(images, R, segments - 1, E, N) for _ in range(2))

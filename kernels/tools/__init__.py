@@ -1,1 +1,1 @@
-"""Tools for the kernels: `check` (are they right?), `bench` (are they fast?)."""
+"""Tools for the kernels: `check` compares them with the references, `bench` times them."""

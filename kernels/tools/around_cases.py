@@ -1,6 +1,6 @@
-"""The cases of the operators around the scan. Shape letters: B samples, T tokens, D width, F hidden width.
+"""Cases of the operators around the scan. Shape letters: B samples, T tokens, D width, F hidden width.
 
-There is no peer: what they replace is plain PyTorch, which is the backend `torch`.
+There is no peer: they replace plain PyTorch, which is the backend `torch`.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ EPS = 1e-6
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes(cases.Sizes):
-    """One shape: B samples, T tokens in rows of a grid of `height`, width D; SwiGLU's hidden width is that of Vittt."""
+    """Sizes of a case: B samples, T tokens on a grid of `height` rows, width D; SwiGLU is as wide as in Vittt."""
 
     channels: int
     height: int = 1
@@ -33,7 +33,7 @@ class Sizes(cases.Sizes):
 
 
 def make(sizes: Sizes, random: Random) -> list[Tensor]:
-    """The inputs and dout; norms' weights near 1, other parameters near 0."""
+    """Draw the inputs and dout; norms' weights are near 1, other parameters near 0."""
     B, T, D, F = sizes.batch, sizes.tokens, sizes.channels, int(8 * sizes.channels / 3)
     wide, convolution = (B, T, 2 * D), [(2 * D, 4), (2 * D,)]
     rows, *parameters, out = {
@@ -49,7 +49,11 @@ def make(sizes: Sizes, random: Random) -> list[Tensor]:
 
 
 def describe_cases(name: str, activations: tuple[str, ...], forward: Any, backward: Any, *, loops: bool) -> cases.Cases:
-    """The cases of the operator of that name. `forward`, `backward`: what gives the candidates of its kernels."""
+    """Return the cases of the operator of that name.
+
+    `forward` and `backward` return the candidates of its kernels from (dtype, width); `loops`: whether it runs on
+    numba.
+    """
     custom_op, sized = getattr(op, name.upper()), partial(Sizes, kind=name)
     plain = partial(sized, batch=2, tokens=35, height=5, channels=24)
     grids = {1: 1, 2: 1, 35: 5, 81: 9}, {3: 3, 196: 14, 197: 1, 4200: 60}
@@ -65,7 +69,7 @@ def describe_cases(name: str, activations: tuple[str, ...], forward: Any, backwa
         OUT_BATCH=int(name in ("conv_norm", "scan_convs")),
         make=make,
         bind=lambda sizes: partial(getattr(op, name), **sizes.options),
-        # rounding of the output, of what it is computed from, and of what lies between; sums over tokens in fp32
+        # rounding of the output, of the inputs and of the values between them; sums over tokens in fp32
         limit=lambda name, dtype, sizes: 1e-5 + 3 * ROUNDING[dtype],
         configs=lambda dtype: (forward(dtype, _WIDTHS[0]), backward(dtype, _WIDTHS[0])),
         SMALL=plain(tokens=6, height=2, channels=16),

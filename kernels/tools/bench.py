@@ -1,7 +1,7 @@
-"""How fast are the kernels on this GPU, against the torch backend, other people's kernels, and a copy?
+"""Speed of the kernels on this GPU, compared with the torch backend, other people's kernels, and a device copy.
 
-Inputs are as a layer gives them: activations in bf16, parameters in fp32, both directions. What belongs to one
-operator, such as other people's kernels and the form in which they get the same work, is in its `cases.Cases`.
+Inputs are as a layer gives them: activations in bf16, parameters in fp32, both directions. The parts of one operator,
+such as other people's kernels and the form in which they get the same work, are in its `cases.Cases`.
 
 Times are CUDA events around each call, with the second-level cache cleared before it. Work that is shorter than the
 tens of microseconds that Python needs for a launch shows that time instead: at T = 196 all implementations do. Results
@@ -26,14 +26,17 @@ from .check import failure
 FORWARD, BOTH_PASSES = "forward", "forward+backward"
 
 OURS = ("copy", "triton", "torch")
-MEMORY = "memory of both passes"  # the passes of a row that is not timed
-# of `planned`: the sizes, the passes, and the name of the implementation
+MEMORY = "memory of both passes"  # in place of the passes, in rows that are not timed
+# a step of `planned`: the sizes, the passes, and the name of the implementation
 _Step = tuple[Sizes, str, str]
 WARMUP_MS, REPEAT_MS, MIN_SAMPLES = 100, 400, 10
 
 
 def planned(cases: Cases, compared: bool = False) -> dict[str, _Step]:
-    """`step_key` -> what is timed of an operator, in order; with `compared` only at the shape of its goals."""
+    """Return the steps that are timed of an operator, in order, by their `step_key`.
+
+    With `compared` these are only those of the shape at which there are goals.
+    """
     shapes = [cases.COMPARED] if compared else cases.SHAPES
     return {
         step_key(cases, sizes, passes, name): (sizes, passes, name)
@@ -44,25 +47,27 @@ def planned(cases: Cases, compared: bool = False) -> dict[str, _Step]:
 
 
 def step_key(cases: Cases, sizes: Sizes, passes: str, name: str) -> str:
-    """What tells a step from the others of its operator."""
+    """Return the key of a step among those of its operator."""
     return row_key(cases, {"implementation": name, "passes": passes, **vars(sizes)})
 
 
 def row_key(cases: Cases, row: Mapping[str, Any]) -> str:
-    """The `step_key` of the step that made a row, also of a row that was read from a file."""
+    """Return the `step_key` of the step that made a row, also of a row that was read from a file."""
     return json.dumps([row[name] for name in ("implementation", "passes", *vars(cases.COMPARED))])
 
 
 def measure(
     cases: Cases, device: torch.device, step: _Step, find: Callable[[str], Mapping[str, Any] | None]
 ) -> dict[str, Any]:
-    """The row of one of `planned`. `find`: `step_key` -> its row, for the copy with which it is compared.
+    """Time a step of `planned` and return its row.
+
+    `find` returns the row of a `step_key`, for the copy with which the step is compared.
 
     A row is {operator, implementation, passes, the sizes, dtype, status, median_ms, p20_ms, p80_ms, samples, bytes,
     gflop, gb_per_s, tflop_per_s, share_of_copy_percent, peak_memory_mib}. bytes and gflop follow from the sizes,
-    whatever the implementation moves and does. The share is the time of a device copy of these bytes over the row's.
-    The peak is that above the inputs. `status` is `ok`; or `oom`, `failed` or, for a package that is not installed,
-    `unavailable`, with null numbers and the reason.
+    whatever the implementation moves and computes. The share is the time of a device copy of these bytes over the
+    row's. The peak is that above the inputs. `status` is `ok`; or `oom`, `failed` or, for a package that is not
+    installed, `unavailable`, with null numbers and the reason.
     """
     sizes, passes, name = step
     row = _blank(cases, name, sizes, passes)
@@ -78,20 +83,22 @@ def measure(
     except torch.cuda.OutOfMemoryError as error:
         torch.cuda.empty_cache()
         return row | {"status": "oom"} | failure(error)
-    # whatever an implementation raises, ours or a peer, it costs its own row and not an hour of measuring
+    # an exception of an implementation, ours or a peer's, costs its own row and not an hour of measuring
     except Exception as error:
         return row | {"status": "failed"} | failure(error)
 
 
 @functools.cache
 def count_work(cases: Cases, sizes: Sizes, passes: str) -> tuple[int, int]:
-    """The bytes that are at least read and written, in bf16, and the FLOPs, 2 per multiply-add, by the operator's formulas.
+    """Return the least bytes read and written, in bf16, and the FLOPs, 2 per multiply-add, by the operator's formulas.
 
-    The bytes are those of the inputs and the output; then of the inputs, the output's gradient, and theirs. Tensors
-    that all images share are left out. A backward pass counts without its repetition of the forward pass.
+    The bytes of a forward pass are those of the inputs and the output; with the backward pass, also those of the
+    inputs, the output's gradient and the inputs' gradients. Tensors that all images share are left out. A backward pass
+    counts without its repetition of the forward pass.
     """
     with FakeTensorMode():
         small, inputs = (cases.layer_inputs(dataclasses.replace(sizes, batch=n), "cpu") for n in (1, sizes.batch + 1))
+        # the difference between batches of B + 1 and 1 leaves out the tensors that images share
         read = sum(b.nbytes - a.nbytes for a, b in zip(small, inputs, strict=True) if b is not None)
         inputs = [x if x is None else x.requires_grad_() for x in cases.layer_inputs(sizes, "cpu")]
         with FlopCounterMode(display=False) as counter:
@@ -104,14 +111,14 @@ def count_work(cases: Cases, sizes: Sizes, passes: str) -> tuple[int, int]:
 
 
 def copy_step(size: int, device: torch.device) -> Callable[[], Any]:
-    """A call that reads half of `size` bytes and writes the other half."""
+    """Return a call that reads half of `size` bytes and writes the other half."""
     source = torch.zeros(size // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
 
 
 def op_step(cases: Cases, sizes: Sizes, name: str, passes: str, device: torch.device) -> Callable[[], Any]:
-    """A call of an implementation: forward under inference mode, or forward and backward with all gradients."""
+    """Return a call of an implementation: forward under inference mode, or forward and backward with all gradients."""
     function, inputs = cases.prepare(name, sizes, device)
     inputs = [x if x is None else x.requires_grad_(passes == BOTH_PASSES) for x in inputs]
     with torch.no_grad():
@@ -128,7 +135,7 @@ def op_step(cases: Cases, sizes: Sizes, name: str, passes: str, device: torch.de
 
 
 def peak_mib(step: Callable[[], Any], device: torch.device) -> float:
-    """The most that a call has allocated at once, above what is allocated before it."""
+    """Return the peak of the memory allocated in a call, in MiB above that allocated before it."""
     torch.cuda.synchronize(device)
     held = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -137,7 +144,7 @@ def peak_mib(step: Callable[[], Any], device: torch.device) -> float:
 
 
 def times(step: Callable[[], Any]) -> list[float]:
-    """Milliseconds of each of at least `MIN_SAMPLES` calls."""
+    """Return the milliseconds of each of at least `MIN_SAMPLES` calls."""
     taken: list[float] = []
     while len(taken) < MIN_SAMPLES:
         taken += triton.testing.do_bench(step, warmup=WARMUP_MS, rep=REPEAT_MS, return_mode="all")
@@ -166,8 +173,10 @@ def _filled(row: dict[str, Any], taken: list[float], copy_ms: float | None, peak
 
 
 def measure_memory(cases: Cases, device: torch.device) -> list[dict[str, Any]]:
-    """Appendix B: two rows, the peak memory of both passes above the inputs, of the reference under autograd and of the
-    kernels, with 8 samples of the shape of the goals. One that does not fit has the status `oom`.
+    """Return the rows of the peak memory of both passes above the inputs, for Appendix B.
+
+    There are two, of the reference under autograd and of the kernels, with 8 samples of the shape of the goals. One
+    that does not fit has the status `oom`.
     """
     sizes = dataclasses.replace(cases.COMPARED, batch=8)
     rows = []

@@ -1,4 +1,4 @@
-"""The cases of Bi-WKV. Shape letters: B samples, T tokens, C channels.
+"""Cases of Bi-WKV. Shape letters: B samples, T tokens, C channels.
 
 There is no peer: Vision-RWKV's own kernel computes something else, see `reference.bi_wkv_formula`.
 """
@@ -18,7 +18,10 @@ from .cases import IMAGE_TOKENS, ROUNDING, Random, long, ragged, special
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes(cases.Sizes):
-    """One shape: B samples, T tokens, C channels; standard deviations of w and u (0: 1/T, as in models), and of k."""
+    """Sizes of a case: B samples, T tokens, C channels.
+
+    `decay` and `keys` are the standard deviations of w and u (0: 1/T, as in models) and of k.
+    """
 
     channels: int
     decay: float = 0.0
@@ -26,9 +29,10 @@ class Sizes(cases.Sizes):
 
 
 def find_limit(name: str, dtype: torch.dtype, sizes: Sizes) -> float:
-    """The kernels' own error, which grows with the exponents and with T, plus a multiple of the results' rounding.
+    """Return the largest relative error: the kernels' own, plus a multiple of the results' rounding.
 
-    On a GPU a power of two has an error of 2⁻²², and a state takes one for each block of tokens that it passes.
+    The kernels' own error grows with the exponents and with T. On a GPU a power of two has an error of 2⁻²², and a
+    state is multiplied by one for each block of tokens that it passes.
 
     The gradients of k, u and w are sums of v − out with the kept output, which is rounded. In those of w, terms
     weighted by distance cancel, most of all where a large decay leaves only a few.
@@ -40,7 +44,7 @@ def find_limit(name: str, dtype: torch.dtype, sizes: Sizes) -> float:
 
 
 def make(sizes: Sizes, random: Random) -> list[Tensor]:
-    """w, u, k, v and dout; w and u of either sign."""
+    """Draw w, u, k, v and dout; w and u of either sign."""
     rows = sizes.batch, sizes.tokens, sizes.channels
     w, u = (random.normal(sizes.channels, scale=sizes.decay or 1 / sizes.tokens) for _ in range(2))
     return [w, u, *(random.normal(*rows, scale=scale) for scale in (sizes.keys, 1.0, 1.0))]

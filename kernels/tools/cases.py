@@ -1,4 +1,4 @@
-"""What an operator's cases are: a table of the shapes that are checked, and what makes the tensors of a shape.
+"""Cases of an operator: a table of the shapes that are checked, and the functions that draw a shape's tensors.
 
 A new operator is checked, timed and tested once its `Cases` are in `operators.OPERATORS`.
 """
@@ -26,14 +26,14 @@ IMAGE_TOKENS = (196, 784, 1600, 4096, 6400)  # 224, 448, 640, 1024 and 1280 pixe
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """One shape: B samples, T tokens, and what an operator adds."""
+    """Sizes of a case: B samples, T tokens, and those that an operator adds."""
 
     batch: int = BATCH
     tokens: int
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments of the custom op besides its tensors."""
+        """Return the arguments of the custom op other than its tensors."""
         return {}
 
 
@@ -49,23 +49,23 @@ class Case:
 
 
 def ragged(*sizes: Sizes, on_gpu_alone: bool = False) -> list[Case]:
-    """Rows of full, short and missing blocks, with every seed."""
+    """Return rows of full, short and missing blocks, with every seed."""
     what = "default config, memory filled with NaN"
     return [Case(what, each, range(5), on_gpu_alone=on_gpu_alone) for each in sizes]
 
 
 def special(what: str, *sizes: Sizes, on_gpu_alone: bool = False) -> list[Case]:
-    """Rows of one seed."""
+    """Return rows of one seed."""
     return [Case(what, each, on_gpu_alone=on_gpu_alone) for each in sizes]
 
 
 def long(*sizes: Sizes) -> list[Case]:
-    """Rows that take too long without a GPU."""
+    """Return rows that take too long without a GPU."""
     return [Case("long, gradients finite", each, dtypes=("fp32", "bf16"), on_gpu_alone=True) for each in sizes]
 
 
 class Random:
-    """One stream of random numbers, on a device and in a dtype."""
+    """A stream of random numbers, on a device and in a dtype."""
 
     def __init__(self, seed: int, device: Any = "cpu", dtype: torch.dtype = torch.float64):
         self.how = {"generator": torch.Generator(device).manual_seed(seed), "device": device, "dtype": dtype}
@@ -74,23 +74,25 @@ class Random:
         return mean + scale * torch.randn(shape, **self.how)
 
     def uniform(self, *shape: int) -> Tensor:
-        """From 0 to 1."""
+        """Draw numbers from 0 to 1."""
         return torch.rand(shape, **self.how)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Peers:
-    """Other people's kernels of an operator. `checks`: what is checked -> sizes, (cases, sizes, device) -> their results
-    and ours, the output and the gradients.
+    """Other people's kernels of an operator.
+
+    `checks`: the name of a check -> sizes, and (cases, sizes, device) -> their results and ours, the output and the
+    gradients.
     """
 
     package: str  # as it is imported
     distribution: str  # as it is installed
-    names: tuple[str, ...]  # of what is timed
+    names: tuple[str, ...]  # of the timed implementations
     # name, sizes, our function's inputs -> the function and its inputs
     prepare: Callable[[str, Any, list], tuple[Callable[..., Tensor], list]]
     checks: Mapping[str, tuple[Sizes, Callable[..., tuple[Sequence[Tensor], Sequence[Tensor]]]]]
-    missing: str  # what is said where the package is not installed
+    missing: str  # the message where the package is not installed
     takes: Callable[[Any], bool] = lambda sizes: True  # whether they compute it at these sizes
 
 
@@ -101,13 +103,13 @@ class Cases:
     NAME: str
     op: Any  # its module
     ACTIVATIONS: tuple[str, ...]  # the inputs that a layer under autocast gives it in low precision
-    OPTIONS: tuple[str, ...] = ()  # the sizes that `op.selected_backend` takes
-    CPU_BACKENDS: tuple[str, ...] = ("torch",)  # besides the reference; `auto` takes the first
-    OUT_BATCH: int = 0  # the axis of the output that is the samples'
+    OPTIONS: tuple[str, ...] = ()  # fields of the sizes that `op.selected_backend` takes
+    CPU_BACKENDS: tuple[str, ...] = ("torch",)  # without the reference; `auto` takes the first
+    OUT_BATCH: int = 0  # the batch axis of the output
     FLOOR: float = 0.0  # errors are relative to a norm of at least this
-    # the inputs and the gradient dout of the output; one that these sizes do without is None
+    # draws the inputs and the gradient dout of the output; an input that these sizes lack is None
     make: Callable[[Any, Random], Sequence[Tensor | None]]
-    # the public operator at these sizes, a function of the inputs and a backend
+    # binds the public operator to these sizes: a function of the inputs and a backend
     bind: Callable[[Any], Callable[..., Tensor]]
     # input or `out`, dtype, sizes -> the largest relative error of it, or of its gradient
     limit: Callable[[str, torch.dtype, Any], float]
@@ -115,50 +117,56 @@ class Cases:
     configs: Callable[[torch.dtype], tuple[Sequence[Any], Sequence[Any]]]
     # sizes, the inputs -> the inputs in a layer's layout
     lay_out: Callable[..., list[Tensor | None]] = lambda sizes, *inputs: list(inputs)
-    BACKWARD_CONFIGS: int = 1  # how many kinds of config its backward pass takes; of two, the first is the forward's
+    BACKWARD_CONFIGS: int = 1  # number of configs of the backward pass; of two, the first is one of the forward kernel
     SMALL: Any  # for tests
     TYPICAL: Any  # for configs, repetition and torch.compile
     CASES: Sequence[Case]
     SHAPES: Sequence[Any]  # to time
-    COMPARED: Any  # that of SHAPES at which there are goals
+    COMPARED: Any  # the one of SHAPES at which there are goals
     PEERS: Peers | None = None
 
     @functools.cached_property
     def INPUTS(self) -> tuple[str, ...]:
-        """The names of the tensor inputs."""
+        """Return the names of the tensor inputs."""
         hints = get_type_hints(self.op.CUSTOM_OP.arguments)
         return tuple(name for name, kind in hints.items() if kind in (Tensor, Tensor | None))
 
     @property
     def ragged(self) -> list[Any]:
-        """The sizes of the table that have several seeds and need no GPU."""
+        """Return the sizes of the table that have several seeds and need no GPU."""
         return [case.sizes for case in self.CASES if len(case.seeds) > 1 and not case.on_gpu_alone]
 
     def draw(self, seed: int, sizes: Any, device: Any = "cpu") -> list[Tensor | None]:
-        """The inputs and dout, fp64, the same on every device: activations and dout have values of bf16, others of fp32."""
+        """Draw the inputs and dout in fp64, the same on every device.
+
+        Activations and dout have values that bf16 can hold, the others values that fp32 can hold.
+        """
         drawn = self.cast(self.cast(self.make(sizes, Random(seed)), torch.bfloat16), torch.float64)
         return [x if x is None else x.to(device) for x in drawn]
 
     def layer_inputs(self, sizes: Any, device: Any) -> list[Tensor | None]:
-        """Inputs as a layer gives them: activations in bf16, parameters in fp32."""
+        """Draw inputs as a layer gives them: activations in bf16, parameters in fp32."""
         drawn = self.make(sizes, Random(0, device, torch.float32))[:-1]
         return self.lay_out(sizes, *self.cast(drawn, torch.bfloat16))
 
     def cast(self, inputs: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor | None]:
-        """Inputs (and any dout) as a layer has them: activations and dout in `dtype`, others in fp32; for fp64 all are fp64.
+        """Cast inputs (and any dout) as a layer has them: activations and dout to `dtype`, others to fp32.
 
-        An input that these sizes do without stays None.
+        For fp64 all are fp64. An input that these sizes lack stays None.
         """
         names, low = (*self.INPUTS, "dout")[: len(inputs)], {*self.ACTIVATIONS, "dout"}
         dtypes = [dtype if name in low else compute_dtype(dtype) for name in names]
         return [x if x is None else x.to(own) for x, own in zip(inputs, dtypes, strict=True)]
 
     def arguments(self, inputs: Sequence[Tensor | None], sizes: Any) -> Any:
-        """The arguments of the custom op: the inputs with the options that belong to these sizes."""
+        """Return the arguments of the custom op: the inputs, with the options of these sizes."""
         return self.op.CUSTOM_OP.arguments(**dict(zip(self.INPUTS, inputs, strict=True)), **sizes.options)
 
     def kernels(self, arguments: Any, dout: Tensor, config: Any = None, backward_config: Any = None) -> list[Tensor]:
-        """The output and each gradient, by the Triton kernels; None: the config of a launch without one."""
+        """Return the output and each gradient, by the Triton kernels.
+
+        A config that is None is that of a launch without one.
+        """
         op = self.op.CUSTOM_OP
         forward, backward = op._load_triton()
         found = forward.forward(arguments, *[True] * bool(op.kept), config)
@@ -167,34 +175,37 @@ class Cases:
         return [results["out"], *backward.backward(dout, *(results[name] for name in op.kept), arguments, *configs)]
 
     def select(self, backend: str, sizes: Any, dtype: torch.dtype, device: Any) -> str:
-        """The backend that runs for a request."""
+        """Return the backend that runs for a request."""
         options = {name: getattr(sizes, name) for name in self.OPTIONS}
         return self.op.selected_backend(backend, device, dtype=dtype, **options)
 
     def implementations(self, sizes: Any) -> list[str]:
-        """The names of what is timed: our function on two backends, and other people's kernels."""
+        """Return the names of the timed implementations: our function on two backends, and other people's kernels."""
         return ["triton", "torch", *(self.PEERS.names if self.PEERS and self.PEERS.takes(sizes) else ())]
 
     def prepare(self, name: str, sizes: Any, device: Any) -> tuple[Callable[..., Tensor], list[Tensor | None]]:
-        """The function of one of `implementations`, and its inputs."""
+        """Return the function of one of `implementations`, and its inputs."""
         inputs = self.layer_inputs(sizes, device)
         if self.PEERS and name in self.PEERS.names:
             return self.PEERS.prepare(name, sizes, inputs)
         return functools.partial(self.bind(sizes), backend=name), inputs
 
     def missing(self) -> str | None:
-        """Why other people's kernels cannot run here, or None."""
+        """Return why other people's kernels cannot run here, or None."""
         return None if importlib.util.find_spec(self.PEERS.package) else self.PEERS.missing
 
 
 def describe_config(config: Any) -> dict[str, Any]:
-    """A config as results have it: its constants and what it tells the compiler; of a tuple of them, each by name."""
+    """Return a config as results record it: its constants and its compiler options.
+
+    A tuple of configs gives each by name.
+    """
     if isinstance(config, tuple):
         return {name: describe_config(each) for name, each in config._asdict().items()}
     return {**config.kwargs, **compiler_options(config)}
 
 
 def compiler_options(config: triton.Config) -> dict[str, int]:
-    """What a config tells the compiler; without maxnreg it is free."""
+    """Return the compiler options of a config; without maxnreg the compiler chooses the registers."""
     chosen = {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.maxnreg}
     return {name: value for name, value in chosen.items() if value is not None}

@@ -1,8 +1,8 @@
-"""Are the Triton kernels right? Outputs and all gradients against the fp64 reference on the same rounded inputs.
+"""Correctness of the Triton kernels: outputs and all gradients against the fp64 reference on the same rounded inputs.
 
-It runs where the kernels run: on a GPU, and in parts on a CPU under Triton's interpreter, which has no bf16 and
-compiles nothing. The tests and `repro kernels check` share it, and `bench` refuses to time kernels that do not pass.
-What belongs to one operator is in its `cases.Cases`.
+The checks run where the kernels run: on a GPU, and in part on a CPU under Triton's interpreter, which has no bf16 and
+compiles nothing. The tests and `repro kernels check` share them, and `bench` refuses to time kernels that do not pass.
+The parts of one operator are in its `cases.Cases`.
 """
 
 import contextlib
@@ -17,27 +17,30 @@ from torch import Tensor
 from .. import triton_launch
 from .cases import DTYPES, Cases, Sizes, describe_config
 
-# a check: what a row says if it breaks off, the function that makes the row, its arguments and its options
+# a check: its name if it breaks off, the function that makes its row, that function's arguments and its options
 Check = tuple[str, Callable[..., dict[str, Any]], tuple, dict[str, Any]]
-PEER_LIMIT = 2e-2  # of other people's kernels in fp16
+PEER_LIMIT = 2e-2  # relative error of other people's kernels in fp16
 
 
 def relative_error(got: Tensor, want: Tensor, floor: float = 0.0) -> float:
-    """‖got − want‖ / ‖want‖ in fp64, of a norm of at least `floor`; infinite where a value is not finite."""
+    """Return ‖got − want‖ / ‖want‖ in fp64, infinite where a value is not finite.
+
+    The norm in the denominator is at least `floor`.
+    """
     error = (got.double() - want.double()).norm() / want.double().norm().clamp(min=floor)
     return error.item() if error.isfinite() else float("inf")
 
 
 def relative_errors(got: Mapping[str, Tensor], want: Mapping[str, Tensor], floor: float = 0.0) -> dict[str, float]:
-    """The `relative_error` of each tensor by name."""
+    """Return the `relative_error` of each tensor by name."""
     return {name: relative_error(got[name], tensor, floor) for name, tensor in want.items()}
 
 
 @contextlib.contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """A context in which torch fills what `torch.empty` returns with NaN, so that an element that nobody writes shows.
+    """Fill with NaN all memory that `torch.empty` returns, to reveal an element that is never written.
 
-    It is torch's deterministic mode, in which kernels run in their default configs.
+    A context manager. It sets torch's deterministic mode, in which kernels run in their default configs.
     """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory
@@ -51,7 +54,10 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def differentiate(cases: Cases, inputs: Sequence[Tensor | None], sizes: Sizes, backend: str) -> dict[str, Tensor]:
-    """`out` and the gradient of each input by name, by the public operator, from its inputs and dout."""
+    """Return `out` and the gradient of each input by name, from the public operator.
+
+    `inputs` are its inputs and dout.
+    """
     *leaves, dout = inputs
     leaves = [x if x is None else x.detach().requires_grad_() for x in leaves]
     given = {name: x for name, x in zip(cases.INPUTS, leaves, strict=True) if x is not None}
@@ -71,7 +77,7 @@ def run_kernels(
 
 @functools.lru_cache(maxsize=16)
 def draw_case(cases: Cases, sizes: Sizes, seed: int, device: Any = "cpu") -> tuple[list[Tensor], dict[str, Tensor]]:
-    """(inputs and dout, what the reference makes of them), fp64."""
+    """Return the inputs and dout, and the reference's output and gradients, all in fp64."""
     inputs = cases.draw(seed, sizes, device)
     return inputs, differentiate(cases, inputs, sizes, "reference")
 
@@ -88,7 +94,7 @@ def compare(
     config: triton.Config | None = None,
     backward_config: triton.Config | None = None,
 ) -> dict[str, Any]:
-    """One row: the worst relative error over the seeds by name, the limits, and whether all hold."""
+    """Return a row: the worst relative error over the seeds by name, the limits, and whether all hold."""
     worst: dict[str, float] = {}
     for seed in seeds:
         inputs, want = draw_case(cases, sizes, seed, device)
@@ -101,7 +107,7 @@ def compare(
 
 
 def repeat(cases: Cases, sizes: Sizes, dtype: str, device: Any, *configs: triton.Config | None) -> dict[str, Any]:
-    """One row: whether two runs give the same bits."""
+    """Return a row: whether two runs give the same bits."""
     inputs, _ = draw_case(cases, sizes, 0, device)
     with poisoned_memory():
         first, second = (run_kernels(cases, inputs, DTYPES[dtype], sizes, *configs) for _ in range(2))
@@ -111,7 +117,10 @@ def repeat(cases: Cases, sizes: Sizes, dtype: str, device: Any, *configs: triton
 
 
 def compile_op(cases: Cases, sizes: Sizes, device: Any) -> dict[str, Any]:
-    """One row: whether torch.compile(fullgraph=True) under bf16 autocast gives the bits of the same call without it."""
+    """Return a row: whether torch.compile(fullgraph=True) gives the bits of the same call without it.
+
+    Both run under bf16 autocast.
+    """
     *inputs, dout = cases.draw(0, sizes, device)
     leaves = [x.float().requires_grad_() for x in inputs]
     operator = cases.bind(sizes)
@@ -129,13 +138,16 @@ def compile_op(cases: Cases, sizes: Sizes, device: Any) -> dict[str, Any]:
 
 
 def make_row(operator: str, what: str, sizes: Sizes, dtype: str, config: triton.Config | None = None) -> dict[str, Any]:
-    """What every row says: {operator, check, the sizes, dtype}, and config where it is not the default one."""
+    """Return the fields of every row: {operator, check, the sizes, dtype}.
+
+    config is added where it is not the default one.
+    """
     row = {"operator": operator, "check": what, **vars(sizes), "dtype": dtype}
     return row | ({"config": describe_config(config)} if config else {})
 
 
 def judge_errors(errors: Mapping[str, float], limits: Mapping[str, float]) -> dict[str, Any]:
-    """The verdict of a row: {errors, not_finite, limits, passed}."""
+    """Return the verdict of a row: {errors, not_finite, limits, passed}."""
     return {
         "errors": {name: error for name, error in errors.items() if error < float("inf")},
         "not_finite": [name for name, error in errors.items() if error == float("inf")],
@@ -145,7 +157,7 @@ def judge_errors(errors: Mapping[str, float], limits: Mapping[str, float]) -> di
 
 
 def compare_peer(cases: Cases, name: str, device: Any) -> dict[str, Any]:
-    """One row: whether other people's kernels give in fp16 what ours do, one of their `checks`."""
+    """Return a row: whether other people's kernels give in fp16 the same as ours, one of their `checks`."""
     sizes, run = cases.PEERS.checks[name]
     row = make_row(cases.NAME, f"{name} gives the same", sizes, "fp16")
     if reason := cases.missing():
@@ -155,25 +167,25 @@ def compare_peer(cases: Cases, name: str, device: Any) -> dict[str, Any]:
 
 
 def failure(error: Exception) -> dict[str, str]:
-    """The reason of a row that broke off, in one line."""
+    """Return the reason of a row that broke off, in one line."""
     return {"reason": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
 
 
 def check_one(
     cases: Cases, what: str, check: Callable[..., dict[str, Any]], arguments: tuple, options: dict
 ) -> dict[str, Any]:
-    """The row of one of `planned`.
+    """Run one check of `planned` and return its row.
 
     A row that fails, or breaks off with an error, has `passed` False; one that could not be run has None, and a reason.
     """
     try:
         return check(*arguments, **options)
-    except Exception as error:  # a check that breaks must neither hide the others nor lose the record
+    except Exception as error:  # a check that breaks off must not hide the others, and its row is recorded
         return {"operator": cases.NAME, "check": what, **failure(error), "passed": False}
 
 
 def planned(cases: Cases, device: Any) -> Iterator[Check]:
-    """Every check of an operator that this device can run, see `Check`."""
+    """Yield every check of an operator that this device can run, see `Check`."""
     interpreted = triton_launch.INTERPRETED
     dtypes = [name for name in DTYPES if not (interpreted and name == "bf16")]
 
@@ -183,11 +195,11 @@ def planned(cases: Cases, device: Any) -> Iterator[Check]:
     def repetition(dtype: str, *configs: triton.Config | None) -> Check:
         return f"two runs, {dtype}", repeat, (cases, cases.TYPICAL, dtype, device, *configs), {}
 
-    if not interpreted:  # first of all what models run
+    if not interpreted:  # first the kernels as models run them, tuned in bf16
         yield comparison("tuned", cases.TYPICAL, "bf16", poisoned=False)
     for case in cases.CASES:
         for dtype in case.dtypes if not (interpreted and case.on_gpu_alone) else ():
-            # in some dtypes not every size fits every GPU
+            # in some dtypes not every size fits every GPU, and is then left out
             if dtype in dtypes and (interpreted or cases.select("auto", case.sizes, DTYPES[dtype], device) == "triton"):
                 yield comparison(case.what, case.sizes, dtype, seeds=case.seeds)
     yield repetition(dtypes[-1])

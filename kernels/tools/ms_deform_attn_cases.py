@@ -1,7 +1,7 @@
-"""The cases of multi-scale deformable attention. Shape letters: B samples, Q queries, M heads, C channels of a head, L
-levels, P points.
+"""Cases of multi-scale deformable attention.
 
-There is no peer: the other kernel that there is, mmcv's, is a compiled operator, which this project does not build.
+Shape letters: B samples, Q queries, M heads, C channels of a head, L levels, P points. There is no peer: the other
+kernel, mmcv's, is a compiled operator, which this project does not build.
 """
 
 import dataclasses
@@ -19,12 +19,12 @@ from . import cases
 from .cases import ROUNDING, Random, long, ragged, special
 
 _TOKENS = (1024, 4200)  # 512×512 and 800×1344 pixels
-HEADS = (6, 12)  # of 32 channels: the ViT-Adapters T and B
+HEADS = (6, 12)  # heads of 32 channels of the ViT-Adapters T and B
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes(cases.Sizes):
-    """One shape: B samples of T patch tokens in a ViT-Adapter, on a map that is as square as T allows.
+    """Sizes of a case: B samples of T patch tokens in a ViT-Adapter, on a map that is as square as T allows.
 
     With one level it is the extractor's: the queries are the maps of twice, once and half the sides, and the value is
     the map of T tokens. With three levels it is the injector's, the other way round. `crowded` puts all points into one
@@ -43,15 +43,15 @@ class Sizes(cases.Sizes):
         return {"shapes": [size for shape in self.shapes() for size in shape]}
 
     def shapes(self) -> list[tuple[int, int]]:
-        """(h, w) of each level of the value."""
+        """Return (h, w) of each level of the value."""
         return self._maps() if self.levels == 3 else self._maps()[1:2]
 
     def query_maps(self) -> list[tuple[int, int]]:
-        """(h, w) of the maps that the queries are."""
+        """Return (h, w) of each map of queries."""
         return self._maps() if self.levels == 1 else self._maps()[1:2]
 
     def samples_shape(self) -> tuple[int, int, int, int, int]:
-        """(B,Q,M,L,P)."""
+        """Return (B,Q,M,L,P)."""
         return self.batch, sum(h * w for h, w in self.query_maps()), self.heads, self.levels, self.points
 
     def _maps(self) -> list[tuple[int, int]]:
@@ -61,12 +61,12 @@ class Sizes(cases.Sizes):
 
 
 def find_limit(name: str, dtype: torch.dtype, sizes: Sizes) -> float:
-    """The kernels' own error, which grows with the coordinates, plus the rounding of results in `dtype`."""
+    """Return the kernels' own error, which grows with the coordinates, plus the rounding of results in `dtype`."""
     return (1e-4 if sizes.tokens > 1000 else 2e-5) + (ROUNDING[dtype] if name in ("out", "value") else 0.0)
 
 
 def make(sizes: Sizes, random: Random) -> list[Tensor]:
-    """value, locations, weights and dout; see `make_points`."""
+    """Draw value, locations, weights and dout; see `make_points`."""
     return make_points(random, sizes.shapes(), sizes.samples_shape(), sizes.head_dim, crowded=sizes.crowded)
 
 
@@ -78,10 +78,10 @@ def make_points(
     *,
     crowded: bool = False,
 ) -> list[Tensor]:
-    """value, locations, weights and dout.
+    """Draw value, locations, weights and dout.
 
-    Points lie on the map, at its edges and outside, and never so near a pixel's row or column, where the derivative
-    jumps, that rounding could move them to its other side.
+    Points lie on the map, at its edges and outside. They are never so near a pixel's row or column, where the
+    derivative jumps, that rounding could move them to its other side.
 
     Args:
         shapes: (h, w) of each level.
@@ -100,7 +100,7 @@ def make_points(
 
 
 def lay_out(sizes: Sizes, value: Tensor, locations: Tensor, weights: Tensor) -> list[Tensor]:
-    """As an untrained layer gives them: points around the queries' own pixels."""
+    """Return the inputs as an untrained layer gives them: points around the queries' own pixels."""
     centres = []
     for h, w in sizes.query_maps():
         x_y = torch.meshgrid((torch.arange(w) + 0.5) / w, (torch.arange(h) + 0.5) / h, indexing="xy")
@@ -122,7 +122,7 @@ def bind(sizes: Sizes) -> Callable[..., Tensor]:
 
 
 def list_sizes(*lengths: int, **sizes: int) -> list[Sizes]:
-    """For extractor and injector."""
+    """Return the sizes of the extractor and the injector for each number of tokens."""
     return [Sizes(tokens=tokens, levels=levels, **sizes) for tokens in lengths for levels in (1, 3)]
 
 
@@ -137,7 +137,7 @@ CASES = cases.Cases(
     limit=find_limit,
     configs=lambda dtype: (triton_fwd.configs(32), triton_bwd.configs(32)),
     lay_out=lay_out,
-    BACKWARD_CONFIGS=2,  # those of the kernel by rows, and of the one by pixels
+    BACKWARD_CONFIGS=2,  # of the kernel by rows, and of the one by pixels
     SMALL=Sizes(batch=2, tokens=2, heads=2, head_dim=4, levels=3, points=2),
     TYPICAL=Sizes(batch=2, tokens=197, heads=3),
     CASES=[

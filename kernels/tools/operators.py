@@ -1,4 +1,4 @@
-"""The operators that the tools and the tests know, each by its `cases.Cases`."""
+"""The operators of the tools and the tests, each by its `cases.Cases`."""
 
 from .. import triton_launch
 from . import around_cases, bi_wkv_cases, ms_deform_attn_cases, selective_scan_cases, ttt_linear_cases

@@ -1,12 +1,13 @@
-"""Other people's kernels, called like ours.
+"""Other people's kernels, with the interface of ours.
 
-**flash-linear-attention**'s TTT-Linear (package `flash-linear-attention`, the extra `bench`). Its inner learning rate is one factor per query row, with the last row's for the state update; ours is c[row] ·
-lr[column]. The two compute the same where our lr is constant within a chunk. It has one direction. Its public functions
-put the residual on O = QW + β − AG, where ours has it on Q; therefore `out` takes O from the autograd function under
-the public one and applies the output norm itself, with the package's own kernel. All gradients then correspond one to
-one, that of lr summed over a chunk.
+**flash-linear-attention**'s TTT-Linear (package `flash-linear-attention`, the extra `bench`). Its inner learning rate
+is one factor per query row, with the last row's for the state update; ours is c[row] · lr[column]. The two compute the
+same where our lr is constant within a chunk. It has one direction. Its public functions put the residual on O = QW + β
+− AG, where ours has it on Q. Therefore `out` takes O from the autograd function under the public one and applies the
+output norm itself, with the package's own kernel. Then each of our gradients has its counterpart; that of lr is summed
+over a chunk.
 
-Its kernels are tuned once per process and chunk size, for whatever dtype and T come first, and the choice is kept on
+Its kernels are tuned once per process and chunk size, for the dtype and T of the first call, and the choice is kept on
 disk. Here the disk is left out, and `forget_tuning` makes it tune again: each shape is measured with the config that
 suits it. For timing it gets its cheapest equivalent: one call with the two directions as further heads, without the
 flips that it would need.
@@ -31,10 +32,10 @@ PACKAGE = "fla"
 
 
 def _import(name: str) -> ModuleType:
-    """A module of the package, which is told at its first import not to keep its tuning on disk.
+    """Import a module of the package `fla`, which is told at its first import not to keep its tuning on disk.
 
     Raises:
-        ImportError: not installed. RuntimeError: it was imported before, with the disk.
+        ImportError: it is not installed. RuntimeError: it was imported before, and keeps its tuning on disk.
     """
     os.environ["FLA_CACHE_RESULTS"] = "0"
     module = importlib.import_module(f"{PACKAGE}.{name}")
@@ -46,7 +47,10 @@ def _import(name: str) -> ModuleType:
 
 
 def arguments(*inputs: Tensor, chunk_size: int, eps: float = 1e-6) -> dict[str, Any]:
-    """The keyword arguments of its functions, from those of `kernels.ttt_linear`: the layout (B,T,H,D) is the same."""
+    """Return the keyword arguments of its functions, from those of `kernels.ttt_linear`.
+
+    The layout (B,T,H,D) is the same.
+    """
     q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias = inputs
     B, T = q.shape[:2]
     c = token_scale.repeat(-(-T // chunk_size))[:T]
@@ -78,7 +82,10 @@ def forget_tuning() -> None:
 
 
 def both_directions(kind: str) -> Callable[..., Tensor]:
-    """A function of `ttt_linear_bidir`'s tensors, tuned again: both directions scan forward, as 2·H heads of one call."""
+    """Return a function of `ttt_linear_bidir`'s tensors, tuned again.
+
+    Both directions scan forward, as 2·H heads of one call.
+    """
     forget_tuning()
     function = getattr(_import("ops.ttt"), f"{kind}_ttt_linear")
 
@@ -96,7 +103,7 @@ def both_directions(kind: str) -> Callable[..., Tensor]:
 
 
 def out(kind: str, *inputs: Tensor, chunk_size: int, eps: float = 1e-6) -> Tensor:
-    """What `kernels.ttt_linear` returns for nine tensors in one direction, where lr is constant in each chunk."""
+    """Return `kernels.ttt_linear` of nine tensors in one direction, where lr is constant in each chunk."""
     given = arguments(*inputs, chunk_size=chunk_size, eps=eps)
     q, weight, bias = given["q"], given["w"], given["b"]
     module = _import(f"ops.ttt.{kind}")
@@ -112,7 +119,7 @@ def out(kind: str, *inputs: Tensor, chunk_size: int, eps: float = 1e-6) -> Tenso
 
 
 def in_layout_of_mamba(inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors of `selective_scan_bidir` as `mamba_ssm` takes them: tokens last, in scan order, z per direction."""
+    """Lay out `selective_scan_bidir`'s tensors for `mamba_ssm`: tokens last, in scan order, and z per direction."""
     u, delta, A, B, C, D, z, bias = inputs
     scanned = (u, delta, B, C, z.unsqueeze(2).expand_as(u))
     u, delta, B, C, z = (torch.stack((x[:, :, 0], x[:, :, 1].flip(1)), 1).mT for x in scanned)
@@ -122,7 +129,10 @@ def in_layout_of_mamba(inputs: Sequence[Tensor]) -> list[Tensor]:
 def mamba_ssm(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor, delta_bias: Tensor
 ) -> Tensor:
-    """mamba-ssm's operator on `in_layout_of_mamba`: (B,2,E,T), with the tokens of both directions in the order of the input."""
+    """Run mamba-ssm's operator on the tensors of `in_layout_of_mamba`.
+
+    The result is (B,2,E,T), with the tokens of both directions in the order of the input.
+    """
     scan = importlib.import_module("mamba_ssm.ops.selective_scan_interface").selective_scan_fn
     forward, backward = (
         scan(u[:, r], delta[:, r], A[r], B[:, r], C[:, r], D[r], z[:, r], delta_bias[r], delta_softplus=True)

@@ -1,4 +1,4 @@
-"""The cases of the selective scan: Vim's two of 16 states, MambaVision's one of 8, VMamba's four of one.
+"""Cases of the selective scan: Vim's two routes of 16 states, MambaVision's one of 8, VMamba's four of one.
 
 Shape letters: B samples, T tokens, K sequences, R routes, E channels, N states of a channel.
 """
@@ -22,7 +22,7 @@ ACTIVATIONS = ("u", "delta", "B", "C", "z")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes(cases.Sizes):
-    """One shape: B samples, T tokens, E channels of N states, a route for each flag of `reverse`.
+    """Sizes of a case: B samples, T tokens, E channels of N states, a route for each flag of `reverse`.
 
     The routes scan `sequences`, or one each where that is 0; `gate`: with z; `full_precision` is the operator's.
     """
@@ -44,13 +44,13 @@ MAMBAVISION = dict(state_dim=8, reverse=(False,), gate=False)
 
 
 def find_limit(name: str, dtype: torch.dtype, sizes: Sizes) -> float:
-    """The kernels' own error in sums over T, plus the rounding of results that are in `dtype`."""
+    """Return the kernels' own error in sums over T, plus the rounding of results that are in `dtype`."""
     rounded = name in ACTIVATIONS or (name == "out" and not sizes.full_precision)
     return (1e-4 if sizes.tokens > 1000 else 1e-5) + (ROUNDING[dtype] if rounded else 0.0)
 
 
 def make(sizes: Sizes, random: Random) -> list[Tensor | None]:
-    """The inputs and dout. Step sizes from 1e-3 to 5, rates to −20."""
+    """Draw the inputs and dout, with step sizes from 1e-3 to 5 and rates down to −20."""
     normal, (images, T, E, N) = random.normal, (sizes.batch, sizes.tokens, sizes.channels, sizes.state_dim)
     R = len(sizes.reverse)
     u = normal(images, T, sizes.sequences or R, E)
@@ -64,8 +64,12 @@ def make(sizes: Sizes, random: Random) -> list[Tensor | None]:
 def lay_out(
     sizes: Sizes, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None, bias: Tensor
 ) -> list[Tensor | None]:
-    """delta, B and C: route first in memory, slices of batched products; z: a slice of a wider projection."""
-    N, low_rank = sizes.state_dim, delta[..., : sizes.channels // 32]  # delta's, D / 16
+    """Return the inputs in a layer's layout.
+
+    delta, B and C have the route first in memory, as slices of batched products; z is a slice of a wider projection.
+    """
+    # delta comes from a projection of rank E / 32, which is Vim's width / 16
+    N, low_rank = sizes.state_dim, delta[..., : sizes.channels // 32]
     delta, parts = (x.movedim(2, 0).contiguous().movedim(0, 2) for x in (delta, torch.cat([low_rank, B, C], -1)))
     z = None if z is None else torch.cat([z, z], -1)[..., sizes.channels :]
     return [u, delta, A, parts[..., -2 * N : -N], parts[..., -N:], D, z, bias]
@@ -82,17 +86,17 @@ def prepare_mamba(name: str, sizes: Sizes, inputs: list[Tensor]) -> tuple[Callab
 
 
 def run_mamba(own: cases.Cases, sizes: Sizes, device: Any) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """The results of mamba-ssm and of the kernels, in fp16 with parameters in fp32."""
+    """Return the results of mamba-ssm and of the kernels, in fp16 with parameters in fp32."""
     *leaves, dout = own.cast(own.draw(0, sizes, device), torch.float16)
     kept = own.kernels(own.arguments(leaves, sizes), dout)
     leaves = [x.requires_grad_() for x in leaves]
     out = peers.mamba_ssm(*peers.in_layout_of_mamba(leaves)).movedim(-1, 1)
-    # it rounds its outputs before the gate's gradient
+    # mamba-ssm rounds its outputs before it computes the gate's gradient
     return (out, *torch.autograd.grad(out, leaves, dout)), kept
 
 
 def list_sizes(*lengths: int, **more: Any) -> list[Sizes]:
-    """Of two images, or of one where `more` says so."""
+    """Return sizes of two images, or of as many as `more` has."""
     return [Sizes(**{"batch": 2, "tokens": tokens, "channels": 40} | more) for tokens in lengths]
 
 

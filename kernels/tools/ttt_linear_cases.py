@@ -1,4 +1,4 @@
-"""The cases of TTT-Linear. Shape letters: B samples, T tokens, R directions, H heads, D head width."""
+"""Cases of TTT-Linear. Shape letters: B samples, T tokens, R directions, H heads, D head width."""
 
 import dataclasses
 import functools
@@ -20,9 +20,10 @@ _HEADS = (3, 6, 12)  # heads of Vittt-T, S, B
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes(cases.Sizes):
-    """One shape: B samples, T tokens, H heads of width D, a direction for each flag of `reverse`.
+    """Sizes of a case: B samples, T tokens, H heads of width D, a direction for each flag of `reverse`.
 
-    `alike` has tokens that differ little and a small W0, as in an untrained model. A mean of Z would grow by chunk.
+    `alike` has tokens that differ little and a small W0, as in an untrained model: there a mean of Z would grow from
+    chunk to chunk.
     """
 
     heads: int
@@ -37,7 +38,7 @@ class Sizes(cases.Sizes):
 
 
 def small(tokens: int, heads: int, **sizes: Any) -> Sizes:
-    """Sizes of a check, with more samples where there are few tokens.
+    """Return the sizes of a check, with more samples where there are few tokens.
 
     At one token the gradient of lr is one number per sample and head, which can cancel between the directions.
     """
@@ -45,7 +46,10 @@ def small(tokens: int, heads: int, **sizes: Any) -> Sizes:
 
 
 def find_limit(name: str, dtype: torch.dtype, sizes: Sizes) -> float:
-    """Products' operands are rounded to `dtype`; the gradients of lr and token_scale sum over whole rows."""
+    """Return the largest relative error in `dtype`, to which the operands of products are rounded.
+
+    The gradients of lr and token_scale sum over whole rows.
+    """
     over_rows = name in ("lr", "token_scale")
     if dtype == torch.float32:
         return 1e-3 if over_rows and sizes.tokens < 15 else 1e-5
@@ -53,7 +57,7 @@ def find_limit(name: str, dtype: torch.dtype, sizes: Sizes) -> float:
 
 
 def make(sizes: Sizes, random: Random) -> list[Tensor]:
-    """The inputs and dout."""
+    """Draw the inputs and dout."""
     normal, (T, R, H, D) = random.normal, (sizes.tokens, len(sizes.reverse), sizes.heads, sizes.head_dim)
     q, k, v, dout = (normal(sizes.batch, T, R, H, D) for _ in range(4))
     if sizes.alike:
@@ -69,7 +73,10 @@ def make(sizes: Sizes, random: Random) -> list[Tensor]:
 
 
 def lay_out(sizes: Sizes, q: Tensor, k: Tensor, v: Tensor, lr: Tensor, *parameters: Tensor) -> list[Tensor]:
-    """lr in bf16; v a slice of wider rows, as the layer's gate, kq and v are one projection."""
+    """Return the inputs in a layer's layout.
+
+    lr is in bf16; v is a slice of wider rows, since the layer's gate, kq and v are one projection.
+    """
     return [q, k, torch.cat([v.new_zeros(*v.shape[:2], 3, *v.shape[3:]), v], 2)[:, :, 3:], lr.bfloat16(), *parameters]
 
 
@@ -87,7 +94,7 @@ def bind(sizes: Sizes) -> Callable[..., Tensor]:
 
 
 def list_configs(dtype: torch.dtype) -> tuple[list[Any], list[Any]]:
-    """Of one launch, and pairs for two launches, which both passes have."""
+    """Return the configs of the forward and the backward pass: of one launch, then pairs for two launches."""
     fwd, bwd, sizes = triton_phases, triton_bwd, (dtype, 16)
     phases = map(fwd.TwoPhases, fwd.state_configs(*sizes), fwd.output_configs(*sizes))
     passes = map(bwd.TwoPasses, bwd.replay_configs(*sizes), bwd.back_configs(*sizes))
@@ -100,7 +107,7 @@ def prepare_fla(name: str, sizes: Sizes, inputs: list[Tensor]) -> tuple[Callable
 
 
 def run_fla(kind: str, own: cases.Cases, sizes: Sizes, device: Any) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """The results of flash-linear-attention and of the kernels where they agree, lr constant within a chunk."""
+    """Return the results of flash-linear-attention and of the kernels, with lr constant within a chunk."""
     q, k, v, lr, *shared, dout = own.draw(0, sizes, device)
     dout = dout / 2**8  # the peer's gradient of its rates is fp16, and would overflow
     q, k, v, dout = (x[:, :, 0].half() for x in (q, k, v, dout))

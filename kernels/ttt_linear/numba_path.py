@@ -17,7 +17,7 @@ __all__ = ["backward", "forward", "states_shape"]
 
 
 def forward(x: Arguments, keep_states: bool) -> tuple[Tensor, Tensor]:
-    """out (B,T,R,H,D) in q's dtype; states in the compute dtype, of shape `states_shape`."""
+    """Return out (B,T,R,H,D) in q's dtype; states in the compute dtype, of shape `states_shape`."""
     given, options = _prepare(x)
     nothing = given[3].new_empty(2, 0, 0, 0, 0), given[3].new_empty(2, 0, 0, 0)
     out, states = run_learn([*given, *nothing], options, x.q.shape, states_shape(x.q.shape, x.chunk_size, keep_states))
@@ -27,14 +27,21 @@ def forward(x: Arguments, keep_states: bool) -> tuple[Tensor, Tensor]:
 def run_learn(
     given: Sequence[Any], options: Sequence[Any], shape: Sequence[int], kept: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """out of this shape, (B,T,R,H,D), and states of the shape `kept`, of what `_prepare` and `lay_taps` give."""
+    """Return out (B,T,R,H,D) of shape `shape` and states of shape `kept`.
+
+    `given` has the tensors of `_prepare` and then the taps of `lay_taps`, or taps without elements; `options` is that
+    of `find_options`.
+    """
     out, states = given[3].new_empty(shape), given[3].new_empty(kept)
     _run(learn_forward, shape, *given, out, states, *options)
     return out, states
 
 
 def backward(dout: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor, ...]:
-    """The gradients of q, k, ... ln_bias, in their shapes and dtypes, from dout (B,T,R,H,D) and the states."""
+    """Return the gradients of q, k, ... ln_bias, each in its input's shape and dtype.
+
+    `dout` is (B,T,R,H,D), `states` those of `forward`.
+    """
     given, options = _prepare(x)
     B, T, R, H, D = x.q.shape
     dq, dk, dv = (states.new_empty(x.q.shape) for _ in range(3))
@@ -49,7 +56,10 @@ def backward(dout: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor, ...]:
 
 
 def _prepare(x: Arguments) -> tuple[list[Any], tuple[Any, ...]]:
-    """What the loops take before and behind their results, in the compute dtype; q, k and v are not copied for it."""
+    """Return the arguments of the loops before their results, and those after them, in the compute dtype.
+
+    q, k and v are not copied if they have that dtype.
+    """
     dtype = compute_dtype(x.q.dtype)
     q, k, v = (threads.lay_flat(each.to(dtype)) for each in x[:3])
     lr, scale, W, b, gamma, mu = (each.to(dtype).contiguous() for each in x[3:9])
@@ -58,7 +68,10 @@ def _prepare(x: Arguments) -> tuple[list[Any], tuple[Any, ...]]:
 
 
 def join_state(W: Tensor, b: Tensor) -> Tensor:
-    """The start state (R,H,D+1,D): W with b below it, each row less its mean, which the LayerNorm does not see."""
+    """Return the start state (R,H,D+1,D): W with b below it.
+
+    The mean of each row is subtracted, since the LayerNorms do not see it.
+    """
     state = torch.cat([W, b.unsqueeze(-2)], -2)
     return (state - state.mean(-1, keepdim=True)).contiguous()
 
@@ -66,16 +79,20 @@ def join_state(W: Tensor, b: Tensor) -> Tensor:
 def lay_taps(
     k_weight: Tensor, k_bias: Tensor, q_weight: Tensor, q_bias: Tensor, heads: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """(RHD,4) and (RHD,) of the convolutions of k and of q as (2,R,H,4,D) and (2,R,H,D); `heads` is (R,H,D)."""
+    """Return the convolutions' weights as (2,R,H,4,D) and biases as (2,R,H,D), k's and then q's.
+
+    The weights are given as (RHD,4), the biases as (RHD,); `heads` is (R,H,D).
+    """
     weights, biases = (torch.stack(pair).unflatten(1, heads) for pair in ((k_weight, q_weight), (k_bias, q_bias)))
     return weights.mT.contiguous(), biases
 
 
 def find_options(T: int, chunk_size: int, reverse: Sequence[bool], state: Tensor, eps: float) -> tuple[Any, ...]:
-    """What the loops take behind their results."""
+    """Return the arguments of the loops after their results."""
     return np.array(reverse, np.int64), segment_length(T, chunk_size), state.numpy().dtype.type(eps)
 
 
 def _run(loop: Loop, shape: Sequence[int], *arguments: Any) -> None:
     B, _, R, H, D = shape
+    # the length of a tuple is part of its type, so numba compiles the loop for this D
     threads.run_loop(loop, B * R * H, *arguments, constants=((False,) * D,))

@@ -1,4 +1,4 @@
-"""The public operator TTT-Linear: argument checks, choice of a backend, FLOP count.
+"""Public operator TTT-Linear: argument checks, choice of a backend, FLOP counts.
 
 The custom op has a direction axis of length 1 or 2. Shape letters as in `reference`.
 """
@@ -14,7 +14,7 @@ from ..custom_op import CustomOp
 from . import torch_path
 from .reference import Arguments, ttt_linear_dual
 
-MIN_HEAD_DIM = 4  # a LayerNorm of two values gives signs, which rounding turns over
+MIN_HEAD_DIM = 4  # a LayerNorm of two values gives ±1, whose sign rounding can flip
 
 
 def _load_triton():
@@ -45,20 +45,20 @@ def ttt_linear(
     eps: float = 1e-6,
     backend: str = "auto",
 ) -> Tensor:
-    """The inner learner of Vision-TTT in one direction: a linear map with LayerNorm that learns along the tokens.
+    """Run the inner learner of Vision-TTT in one direction: a linear map with LayerNorm that learns along the tokens.
 
     For every chunk of n ≤ chunk_size consecutive tokens, starting from W = W0, β = b0, with ℓ = ½‖LN(Z) − (V − K)‖²:
 
         Z = KW + β,  G = dℓ/dZ,  A = tril(c[:n] lrᵀ) ⊙ (QKᵀ + 1),  O = QW + β − AG,  out = Q + γ ⊙ norm(O) + μ
         W ← W − Kᵀ(c[n−1] lr ⊙ G),  β ← β − Σ_t c[n−1] lr_t G_t
 
-    State, statistics and accumulators are fp32 (fp64 for fp64 inputs). Products are, too, except that the triton
-    backend rounds their operands to q's dtype. Inputs are not written to; NaN propagates.
-    Every tensor argument has a gradient. Second derivatives need the reference backend.
+    State, statistics and accumulators are fp32 (fp64 for fp64 inputs). So are products, except that the triton backend
+    rounds their operands to q's dtype. Inputs are not written to; NaN propagates. Every tensor argument has a gradient.
+    Second derivatives need the reference backend.
 
     Args:
-        q, k, v: (B,T,H,D) with D of 4 or more, of one dtype: fp64, fp32, bf16 or fp16. The tensors below are fp32 or
-            of that dtype.
+        q, k, v: (B,T,H,D) with D of 4 or more, of one dtype: fp64, fp32, bf16 or fp16. The tensors below are fp32 or of
+            that dtype.
         lr: (B,T,H), inner learning rates.
         token_scale: (chunk_size,), c of the equations.
         W0: (H,D,D), start weight, row-vector convention.
@@ -99,7 +99,7 @@ def ttt_linear_bidir(
     eps: float = 1e-6,
     backend: str = "auto",
 ) -> Tensor:
-    """Both directions at once, as a Vittt layer calls it: 0 scans forward, 1 backward, each with parameters of its own.
+    """Learn in both directions at once, for a Vittt layer: index 0 forward, 1 backward, each with its own parameters.
 
     It equals `ttt_linear` on each index of the direction axis, the second one with reverse=True. Arguments and errors
     are the same except for these shapes.
@@ -118,7 +118,7 @@ def ttt_linear_bidir(
 
 
 def one_direction(inputs: Sequence[Tensor], r: int = 0) -> list[Tensor]:
-    """The tensors of `ttt_linear` for index r of the direction axis, from those of `ttt_linear_bidir`."""
+    """Return the tensors of `ttt_linear` for index r of the direction axis, from those of `ttt_linear_bidir`."""
     q, k, v, lr, *parameters = inputs
     return [q[:, :, r], k[:, :, r], v[:, :, r], lr, *(x[r] for x in parameters)]
 
@@ -131,16 +131,15 @@ def selected_backend(
     chunk_size: int = 16,
     dtype: torch.dtype = torch.float32,
 ) -> str:
-    """The backend that will run for a request, `triton`, `numba`, `torch` or `reference`; every result records it.
+    """Return the backend that will run, `triton`, `numba`, `torch` or `reference`; every result records it.
 
-    `triton` is one kernel for the forward pass and one for the backward pass, for NVIDIA GPUs from sm_80 on (and,
-    slowly, for the CPU under Triton's interpreter). `numba` is one loop for each pass, for CPUs and heads whose width
-    is a multiple of 4. `torch` is batched PyTorch operations with a hand-written backward pass, for any device and any
-    size. `reference` is the dual form under autograd: the same function and FLOP count, but slower, and
+    `triton` is one kernel for each pass, or two where few programs would leave a GPU idle, for NVIDIA GPUs from sm_80
+    on (and, slowly, for the CPU under Triton's interpreter). `numba` is one loop for each pass, for CPUs and heads
+    whose width is a multiple of 4. `torch` is PyTorch operations with a backward pass segment by segment, for any
+    device and any size. `reference` is the dual form under autograd: the same function and FLOP count, but slower, and
     with the memory that autograd needs. `auto` takes `triton` on a GPU that can run these sizes, `numba` on a CPU that
-    has it and can run them, else `torch`.
-    `head_dim`, `chunk_size` and `dtype` are D, the chunk size and q's dtype. Errors are those of
-    `dispatch.choose_backend`.
+    has it and can run them, else `torch`. `head_dim`, `chunk_size` and `dtype` are D, the chunk size and q's dtype.
+    Errors are those of `dispatch.choose_backend`.
     """
     gpu = dispatch.find_gpu(device)
     shared_kib = gpu.shared_memory_per_block_optin // 1024 if gpu else None
@@ -156,7 +155,7 @@ def _reference(x: Arguments) -> Tensor:
 
 
 def _check(op, directions, arguments, chunk_size, eps):
-    """Raise a TypeError or ValueError that names the argument, what it is and what is expected."""
+    """Raise a TypeError or ValueError that names the argument, its value and the expected one."""
     tensors = dict(
         zip(("q", "k", "v", "lr", "token_scale", "W0", "b0", "ln_weight", "ln_bias"), arguments, strict=True)
     )
@@ -181,16 +180,19 @@ def _check(op, directions, arguments, chunk_size, eps):
 
 
 def forward_flops(shape: Sequence[int], chunk_size: int) -> int:
-    """For q (B,T,R,H,D): 2 per multiply-add of the products KW, QW, QKᵀ, AG, KᵀG, over the chunks' true lengths."""
+    """Count 2 FLOPs for each multiply-add of the products KW, QW, QKᵀ, AG, KᵀG, for q of shape (B,T,R,H,D).
+
+    A shorter last chunk counts with its true length.
+    """
     B, T, R, H, D = shape
     lengths = [min(chunk_size, T - start) for start in range(0, T, chunk_size)]
     return 2 * B * R * H * sum(3 * n * D * D + 2 * n * n * D for n in lengths)
 
 
 def backward_flops(shape: Sequence[int], chunk_size: int) -> int:
-    """Two products for each of the forward pass except the last state update, which no output depends on.
+    """Count two products for each of the forward pass except the last state update, on which no output depends.
 
-    It is what autograd runs on the dual form when every input needs a gradient; the repeated scan is not counted.
+    This is the count of autograd on the dual form when every input needs a gradient. The repeated scan is not counted.
     """
     B, T, R, H, D = shape
     last = T % chunk_size or chunk_size

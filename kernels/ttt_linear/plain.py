@@ -1,9 +1,9 @@
-"""TTT-Linear without its LayerNorm, which reduces to linear attention: from chunk to chunk, and for all chunks at once.
+"""TTT-Linear without its LayerNorm, which reduces to linear attention: chunk by chunk, and for all chunks at once.
 
-The learner is the `plain` one of `reference.ttt_linear_dual`, on the squared error, where a chunk's step is affine in
-the state that it starts from; or it is on the dot product, where the step does not depend on the state. Both forms are
-PyTorch operations, differentiable by autograd, in fp64 for fp64 inputs and in fp32 otherwise. Shape letters as in
-`reference`; c counts chunks.
+The loss `mse` gives the `plain` learner of `reference.ttt_linear_dual`: a chunk's step is affine in the state that it
+starts from. With the loss `dot` the step does not depend on the state. Both forms are PyTorch operations,
+differentiable by autograd, in fp64 for fp64 inputs and in fp32 otherwise. Shape letters as in `reference`; c counts
+chunks.
 """
 
 from typing import Literal
@@ -31,7 +31,7 @@ def ttt_linear_plain(
     reverse: bool = False,
     form: _Form = "recurrent",
 ) -> Tensor:
-    """The inner learner without LayerNorm and bias in one direction.
+    """Run the inner learner without LayerNorm and bias in one direction.
 
     For every chunk of n ≤ chunk_size consecutive tokens, starting from W = W0, with G = KW − V for `mse` and G = −V for
     `dot`:
@@ -41,9 +41,9 @@ def ttt_linear_plain(
     Args:
         q, k, v, lr, token_scale, W0, chunk_size, reverse: as of `op.ttt_linear`.
         loss: `mse` is ½‖KW − V‖², `dot` is −⟨KW, V⟩.
-        form: `recurrent`, or `parallel`: the same function. With `dot` the states are a sum over the chunks before;
-            with `mse` they are maps W ← MW + P with M = I − Kᵀ(c[n−1] lr ⊙ K), composed in pairs, in 2·log₂(c) rounds
-            and with 3·D³ products for each chunk.
+        form: `recurrent` or `parallel`, the same function. In the parallel form with `dot` the states are a sum over
+            the chunks before. With `mse` they are maps W ← MW + P with M = I − Kᵀ(c[n−1] lr ⊙ K), composed in pairs, in
+            2·log₂(c) rounds and with 3·D³ products for each chunk.
 
     Returns:
         out (B,T,H,D) in q's dtype.
@@ -65,7 +65,7 @@ def _run_recurrently(Q, K, V, rate, c, W, loss, chunk_size):
         n = q.shape[2]
         G = k @ W - v if loss == "mse" else -v
         outs.append(q @ W - (_mask(c[:n], lr) * (q @ k.mT)) @ G)
-        if start + n < T:  # nobody reads what the last chunk would teach
+        if start + n < T:  # no output depends on the last chunk's step
             W = W - k.mT @ (c[n - 1] * lr * G)
     return torch.cat(outs, 2)
 
@@ -76,7 +76,7 @@ def _run_in_parallel(Q, K, V, rate, c, W, loss, chunk_size):
     # tokens of zeros learn nothing
     padded = (F.pad(x, (0, 0, 0, -T % n)).unflatten(2, (-1, n)) for x in (Q, K, V, rate))
     q, k, v, lr = padded
-    scaled = (k * (c[n - 1] * lr))[:, :, :-1]  # nobody reads what the last chunk would teach
+    scaled = (k * (c[n - 1] * lr))[:, :, :-1]  # no output depends on the last chunk's step
     steps = scaled.mT @ v[:, :, :-1]  # (B,H,c-1,D,D)
     start = W.unsqueeze(1).expand(len(Q), H, 1, *W.shape[1:])
     if loss == "dot":
@@ -91,10 +91,10 @@ def _run_in_parallel(Q, K, V, rate, c, W, loss, chunk_size):
 
 
 def compose(maps: Tensor, shifts: Tensor, start: Tensor) -> Tensor:
-    """The states X_0 = start, X_{j+1} = maps_j X_j + shifts_j: (..., c, D, D), (..., c, D, E), (..., 1, D, E) -> (...,
-    c + 1, D, E).
+    """Return the states X_0 = start, X_{j+1} = maps_j X_j + shifts_j, as (...,c+1,D,E).
 
-    Neighbours are composed, the pairs solved in the same way, and the states between them found from their left ones.
+    maps, shifts and start are (...,c,D,D), (...,c,D,E) and (...,1,D,E). Neighbouring maps are composed, the pairs
+    solved in the same way, and the states between them computed from their left neighbours.
     """
     count = maps.shape[-3]
     if count == 0:
@@ -107,5 +107,5 @@ def compose(maps: Tensor, shifts: Tensor, start: Tensor) -> Tensor:
 
 
 def _mask(c: Tensor, lr: Tensor) -> Tensor:
-    """tril(c lrᵀ): (n,), (..., n, 1) -> (..., n, n)."""
+    """Return tril(c lrᵀ): (n,), (..., n, 1) -> (..., n, n)."""
     return torch.tril(c[:, None] * lr.mT)

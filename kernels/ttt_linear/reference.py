@@ -1,7 +1,7 @@
-"""The arguments of TTT-Linear, and its dual form as the equations are written: what every backend is tested against.
+"""Arguments of TTT-Linear, and its dual form, against which every backend is tested.
 
-No state of a single token is ever materialised. The reference is plain PyTorch operations, differentiable by autograd,
-in fp64 for fp64 inputs and in fp32 otherwise.
+The state of a single token is never materialised. Plain PyTorch operations, differentiable by autograd, in fp64 for
+fp64 inputs and in fp32 otherwise.
 
 Shape letters: B images, T tokens, R directions, H heads, D head width, n <= chunk_size tokens of a chunk.
 """
@@ -15,11 +15,11 @@ from torch import Tensor
 from ..dispatch import compute_dtype
 
 Inner = Literal["ln", "plain"]
-_SEGMENT = 128  # tokens, at least, from one kept state to the next: states take half the memory of the output at D = 64
+_SEGMENT = 128  # least tokens from one kept state to the next: at D = 64 states take half the memory of the output
 
 
 class Arguments(NamedTuple):
-    """What a backend gets, for R directions.
+    """Arguments of every backend, for R directions.
 
     q, k, v: (B,T,R,H,D), of one dtype. lr: (B,T,H), shared by the directions. token_scale: (R,chunk_size). W0:
     (R,H,D,D). b0, ln_weight, ln_bias: (R,H,D). reverse: R flags; a direction with True is scanned from the last token.
@@ -40,21 +40,28 @@ class Arguments(NamedTuple):
 
 
 def segment_length(T: int, chunk_size: int) -> int:
-    """Tokens of a segment, whole chunks; backward needs the state before each but the first. Takes symbolic sizes."""
+    """Return the tokens of a segment, whole chunks. Takes symbolic sizes.
+
+    The backward pass needs the state before each segment but the first.
+    """
     n = torch.sym_min(chunk_size, T)
     return (_SEGMENT + n - 1) // n * n
 
 
 def states_shape(shape: Sequence[int], chunk_size: int, keep_states: bool) -> tuple[int, int, int, int, int, int]:
-    """The shape of the kept states, W with b as another row, for q of shape (B,T,R,H,D). Takes symbolic sizes."""
+    """Return the shape of the kept states, W with b as its last row, for q of shape (B,T,R,H,D).
+
+    Takes symbolic sizes.
+    """
     B, T, R, H, D = shape
     return B, R, H, (T - 1) // segment_length(T, chunk_size) if keep_states else 0, D + 1, D
 
 
 class InnerLearning(NamedTuple):
-    """What the inner learner did at each token, from the start state of the token's chunk, in the order of the input.
+    """Gradient and loss of the inner learner at each token, in the order of the input.
 
-    gradient: (B,T,H,D), G = dℓ/dZ. loss: (B,T,H), the reconstruction loss ℓ = ½‖LN(Z) − (V − K)‖² (`plain`: ½‖Z − V‖²).
+    Both are taken at the state with which the token's chunk starts. gradient: (B,T,H,D), G = dℓ/dZ. loss: (B,T,H), the
+    reconstruction loss ℓ = ½‖LN(Z) − (V − K)‖² (`plain`: ½‖Z − V‖²).
     """
 
     gradient: Tensor
@@ -78,16 +85,16 @@ def ttt_linear_dual(
     inner: Inner = "ln",
     return_inner: bool = False,
 ) -> Tensor | tuple[Tensor, InnerLearning]:
-    """The dual form, O = QW + β − AG with A = tril(c lrᵀ) ⊙ (QKᵀ + 1), chunk by chunk.
+    """Run the dual form, O = QW + β − AG with A = tril(c lrᵀ) ⊙ (QKᵀ + 1), chunk by chunk.
 
     Five matrix products per chunk (KW, QW, QKᵀ, AG, KᵀG): (3D + 2n) · H·D multiply-adds per token.
 
     Args:
         q, k, v: (B,T,H,D), any floating dtype. lr: (B,T,H). token_scale: (chunk_size,). W0: (H,D,D).
-        b0, ln_weight, ln_bias: (H,D); None for `plain`, which has no such.
+        b0, ln_weight, ln_bias: (H,D); None for `plain`, which has none of them.
         chunk_size, reverse, eps: as of `op.ttt_linear`.
-        inner: `ln`, the layer as it is used, or `plain`, the variant of the paper's Algorithm 1 and of its theorems.
-        return_inner: also return what the inner learner did.
+        inner: `ln`, the learner of the layer, or `plain`, the variant of the paper's Algorithm 1 and of its theorems.
+        return_inner: also return gradient and loss of the inner learner.
 
     Returns:
         (B,T,H,D) in q's dtype; with `return_inner`, a pair with an `InnerLearning`.
@@ -121,7 +128,7 @@ def scan_chunks(
     eps: float,
     inner: Inner = "ln",
 ) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor, Tensor | None]:
-    """Learn chunk by chunk: out, G and the residual inside the norm of each chunk, and the W and b that it ends with.
+    """Learn chunk by chunk; return (out, G, residual inside the norm) of each chunk, and the final W and b.
 
     Args:
         Q_all, K_all, V_all: (...,T,D), in scan order. lr_all: (...,T).
@@ -148,7 +155,10 @@ def scan_chunks(
 
 
 def _prepare(q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, reverse):
-    """The inputs in the compute dtype, in scan order, heads first: (B,H,T,D), lr (B,H,T), W (B,H,D,D), b (1,H,1,D)."""
+    """Return the inputs in the compute dtype, in scan order and heads first.
+
+    q, k, v (B,H,T,D), lr (B,H,T), c (chunk_size,), W (B,H,D,D); b, γ and μ (1,H,1,D).
+    """
     dtype = compute_dtype(q.dtype)
     q, k, v, lr = (x.to(dtype).flip(1) if reverse else x.to(dtype) for x in (q, k, v, lr))
     W = W0.to(dtype).expand(q.shape[0], *W0.shape)
@@ -162,14 +172,14 @@ def _finish(chunks: Sequence[Tensor], reverse: bool, dtype: torch.dtype) -> Tens
 
 
 def normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Rows to mean 0 and variance 1 (biased), and the reciprocal standard deviation."""
+    """Return rows with mean 0 and (biased) variance 1, and the reciprocal standard deviation."""
     centred = x - x.mean(-1, keepdim=True)
     rstd = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
     return centred * rstd, rstd
 
 
 def inner_gradient(Z: Tensor, target: Tensor, gamma: Tensor, mu: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """G = dℓ/dZ of ℓ = ½‖γ ⊙ norm(Z) + μ − target‖², and the residual inside the norm."""
+    """Return G = dℓ/dZ of ℓ = ½‖γ ⊙ norm(Z) + μ − target‖², and the residual inside the norm."""
     z, rstd = normalise(Z, eps)
     residual = gamma * z + mu - target
     g = residual * gamma

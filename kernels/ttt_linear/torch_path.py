@@ -1,8 +1,8 @@
 """TTT-Linear in PyTorch operations, for any device and any size: the chunks of `reference`, all directions at once.
 
 The backward pass has the state at the start of every segment of chunks except the first. From the last segment to the
-first it repeats a segment and takes its gradients by autograd, so that scratch memory is that of one segment. Shape
-letters as in `reference`.
+first it repeats a segment and takes its gradients by autograd: scratch memory is that of one segment. Shape letters as
+in `reference`.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ __all__ = ["backward", "forward", "states_shape"]
 
 
 def forward(x: Arguments, keep_states: bool) -> tuple[Tensor, Tensor]:
-    """out (B,T,R,H,D) in q's dtype; states in the compute dtype, of shape `states_shape`."""
+    """Return out (B,T,R,H,D) in q's dtype; states in the compute dtype, of shape `states_shape`."""
     tokens, (W, b), shared = _arrange(x)
     outs, states = [], []
     for segment in _cut(tokens, x):
@@ -31,7 +31,10 @@ def forward(x: Arguments, keep_states: bool) -> tuple[Tensor, Tensor]:
 
 
 def backward(dout: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor, ...]:
-    """The gradients of q, k, ... ln_bias, in their shapes and dtypes, from dout (B,T,R,H,D) and the states."""
+    """Return the gradients of q, k, ... ln_bias, each in its input's shape and dtype.
+
+    `dout` is (B,T,R,H,D), `states` those of `forward`.
+    """
     with recording():
         given = [each.detach().requires_grad_() for each in x if isinstance(each, Tensor)]
         tokens, start, shared = _arrange(Arguments(*given, *x[len(given) :]))
@@ -55,12 +58,15 @@ def backward(dout: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor, ...]:
 
 
 def _arrange(x: Arguments) -> tuple[list[Tensor], tuple[Tensor, Tensor], list[Tensor]]:
-    """Q, K, V (B,R,H,T,D) and rates (B,R,H,T) in scan order; W (B,R,H,D,D) and b (B,R,H,1,D) of the start; and scales
-    (R,1,chunk_size), γ and μ (R,H,1,D). All in the compute dtype.
+    """Return tokens, start state and shared parameters, in the compute dtype and in scan order.
+
+    Tokens: Q, K, V (B,R,H,T,D) and rates (B,R,H,T). Start state: W (B,R,H,D,D) and b (B,R,H,1,D). Shared: scales
+    (R,1,chunk_size), γ and μ (R,H,1,D).
     """
     B, T, R, H, _ = x.q.shape
     dtype = compute_dtype(x.q.dtype)
-    rate = x.lr.to(dtype).unsqueeze(2).expand(B, T, R, H)  # sum gradients of directions before rounding
+    # cast before the expansion: gradients of the directions are summed before they are rounded
+    rate = x.lr.to(dtype).unsqueeze(2).expand(B, T, R, H)
     tokens = [_order(each.to(dtype), x.reverse).transpose(1, 2).transpose(2, 3) for each in (x.q, x.k, x.v, rate)]
     W, b = (each.to(dtype).expand(B, *each.shape) for each in (x.W0, x.b0.unsqueeze(2)))
     shared = x.token_scale.unsqueeze(1), x.ln_weight.unsqueeze(2), x.ln_bias.unsqueeze(2)
@@ -68,11 +74,11 @@ def _arrange(x: Arguments) -> tuple[list[Tensor], tuple[Tensor, Tensor], list[Te
 
 
 def _order(x: Tensor, reverse: Sequence[bool]) -> Tensor:
-    """(B,T,R,...) with the directions that scan backward flipped along T; its own inverse."""
+    """Return (B,T,R,...) with the directions that scan backward flipped along T; its own inverse."""
     return torch.stack([part.flip(1) if back else part for part, back in zip(x.unbind(2), reverse, strict=True)], 2)
 
 
 def _cut(tokens: list[Tensor], x: Arguments) -> list[tuple[Tensor, ...]]:
-    """Q, K, V and rates of each segment."""
+    """Return Q, K, V and rates of each segment."""
     length = segment_length(x.q.shape[1], x.chunk_size)
     return list(zip(*(each.split(length, 3) for each in tokens), strict=True))

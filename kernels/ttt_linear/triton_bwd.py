@@ -1,17 +1,16 @@
-"""TTT-Linear in Triton: the backward pass, by recomputation.
+"""Triton backward pass of TTT-Linear, by recomputation.
 
 One program walks one (sample, direction, head) from its last group of chunks to its first, with the gradient of the
 state in fp32 registers, transposed as the state is in `triton_fwd`. A group is done in two loops. Loop 1 depends on
 nothing but the kept states. Where there are few programs it is therefore a launch of its own, with a program for every
-group, and loop 2 is another: that halves the chain of dependent steps, for scratch memory for all groups instead of
+group, and loop 2 is another. That halves the chain of dependent steps, for scratch memory for all groups instead of
 one.
 
  1. Forward from the group's kept state: the forward pass again, and everything that needs no gradient of the state.
-   That is dO, dA,
-    dQ and parts of the gradients of c, γ and μ. What loop 2 needs of each chunk goes to scratch memory: S, x, G, lr G,
-    dO, A and dQK in the dtype of the products' operands, rstd and mean(g x) in fp32. It is for one group, whatever T is
-    (137 KiB a program at D = 64, chunk size 16 and two bytes an element), or in two launches for all. A and dQK are
-    kept with one row per key.
+     That is dO, dA, dQ and parts of the gradients of c, γ and μ. The inputs of loop 2 from each chunk go to scratch
+     memory: S, x, G, lr G, dO, A and dQK in the dtype of the products' operands, rstd and mean(g x) in fp32. The memory
+     is for one group, whatever T is (137 KiB a program at D = 64, chunk size 16 and two bytes an element), or in two
+     launches for all. A and dQK are kept with one row per key.
  2. Backward: with h = dL/d(lr G) for the gradient (dW', dβ') of the state after the chunk, c₁ the last c and m(y) =
      mean over a row,
 
@@ -39,7 +38,7 @@ from ..triton_launch import launch
 from .reference import Arguments
 from .triton_fwd import alive, place, shared_arguments, start_state
 
-# what a launch does: both loops, group by group; the first one alone, a group each program; the second one alone
+# the loops of a launch: both, group by group; the first alone, with a program for each group; the second alone
 BOTH, REPLAY, BACK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
@@ -81,9 +80,9 @@ def backward_kernel(
     GROUP: tl.constexpr,
     PASS: tl.constexpr,
 ):
-    """Write the gradients of q, k, v, and those of the rest per program and direction. S_ptr to squares_ptr: scratch.
+    """Write the gradients of q, k, v, and those of the rest for each program and direction.
 
-    PASS is BOTH, REPLAY or BACK.
+    PASS is BOTH, REPLAY or BACK. S_ptr, vectors_ptr, tiles_ptr and squares_ptr are scratch memory.
     """
     head, r, b, first, step = place(T, R, H, reverse)
     program = tl.program_id(0).to(tl.int64)
@@ -137,7 +136,7 @@ def backward_kernel(
             dc_here = tl.zeros((BLOCK, BLOCK), tl.float32)
             for j in tl.range(0, length, disable_licm=True):
                 chunk = group * GROUP + j
-                # it is j; written like this, no address of a slot is held in registers across the loops, which would
+                # equal to j; written like this, no address of a slot stays in registers across the loops, which would
                 # spill
                 slot = chunk % GROUP if PASS == BOTH else tl.cast(chunk, tl.int64)
                 inside = n < tl.minimum(CHUNK, T - chunk * CHUNK)
@@ -207,8 +206,9 @@ def backward_kernel(
             dc -= tl.sum(dc_here, 0)
 
         if PASS == BOTH:
-            tl.debug_barrier()  # other threads read what this one wrote to scratch memory
+            tl.debug_barrier()  # other threads read this one's scratch memory
         if PASS != REPLAY:
+            # the first group starts from zero, the others from the gradient that the group before stored there
             dST = tl.load(dW0_ptr + d[None, :] * D + d[:, None], mask=(d >= 0)[:, None] & (behind > 0), other=0.0)
             dbeta = tl.load(db0_ptr + d, mask=(d >= 0) & (behind > 0), other=0.0)[:, None] + tl.zeros(
                 (D, BLOCK), tl.float32
@@ -269,13 +269,12 @@ def backward_kernel(
                 dST = tl.dot(tl.trans(dzd), k, acc=dST, input_precision="ieee")
                 dbeta = tl.dot(tl.trans(dzd), ones, acc=dbeta, input_precision="ieee")
                 tl.store(dk_ptr + at + tile, (tl.trans(dk) + dtarget).to(dt), mask=inside[:, None])
-            # the gradient of the state waits in its outputs, outside the registers of loop 1
+            # between groups the gradient of the state is kept in its outputs, which leaves the registers to loop 1
             tl.store(dW0_ptr + d[None, :] * D + d[:, None], dST)
             tl.store(db0_ptr + d[:, None] + 0 * n[None, :], dbeta, mask=(n == 0)[None, :])
             dc -= tl.where(n == CHUNK - 1, tl.sum(tl.sum(dc_last, 0), 0), 0.0)
         if PASS != REPLAY:
-            # other threads read what this one wrote of the state's gradient, and the next group overwrites the scratch
-            # memory
+            # other threads read this one's part of the state's gradient; the next group overwrites the scratch memory
             tl.debug_barrier()
 
     tl.store(dgamma_ptr + row * D + d, tl.sum(dgamma, 0))
@@ -284,10 +283,10 @@ def backward_kernel(
 
 
 def configs(dtype: torch.dtype, chunk_size: int, width: int = 64) -> list[triton.Config]:
-    """The candidates of the kernel in one pass; the first is the default, which runs untuned.
+    """Return the candidates of the kernel in one pass; the first is the default, which runs untuned.
 
-    168 registers let three programs of 128 threads share a multiprocessor, of which this pass has many: what spills
-    costs less than a second wave.
+    168 registers let three programs of 128 threads share a multiprocessor. This pass has many programs: the spilled
+    registers cost less than a second wave.
     """
     if _is_large(dtype, chunk_size, width):
         return _large_configs(dtype, chunk_size)
@@ -298,14 +297,17 @@ def configs(dtype: torch.dtype, chunk_size: int, width: int = 64) -> list[triton
 
 
 def replay_configs(dtype: torch.dtype, chunk_size: int, width: int = 64) -> list[triton.Config]:
-    """The candidates of the pass REPLAY. Here and in BACK there are registers and shared memory to load ahead."""
+    """Return the candidates of the pass REPLAY.
+
+    Here and in BACK there are registers and shared memory to load ahead.
+    """
     if _is_large(dtype, chunk_size, width):
         return _large_configs(dtype, chunk_size)
     return [triton.Config({}, num_warps=4, num_stages=stages) for stages in (2, 1)]
 
 
 def back_configs(dtype: torch.dtype, chunk_size: int, width: int = 64) -> list[triton.Config]:
-    """The candidates of the pass BACK."""
+    """Return the candidates of the pass BACK."""
     if _is_large(dtype, chunk_size, width):
         return _large_configs(dtype, chunk_size)
     return [triton.Config({}, num_warps=4, num_stages=stages) for stages in (3, 1)]
@@ -316,7 +318,7 @@ def _is_large(dtype: torch.dtype, chunk_size: int, width: int) -> bool:
 
 
 def _large_configs(dtype: torch.dtype, chunk_size: int) -> list[triton.Config]:
-    # of chunks of 32 tokens in two bytes an element, Triton 3.6 makes code for 8 warps that leaves its shared memory
+    # for chunks of 32 tokens of two-byte elements, Triton 3.6's code for 8 warps leaves the bounds of its shared memory
     several = (4,) if chunk_size == 32 and dtype != torch.float32 else (8, 4)
     # without a bound ptxas compiles chunk size 64 for sm_80 with 32 registers
     return [triton.Config({}, num_warps=warps, num_stages=1, maxnreg=255) for warps in several]
@@ -330,9 +332,10 @@ class TwoPasses(NamedTuple):
 
 
 def takes_two_passes(programs: int, device: torch.device) -> bool:
-    """Whether programs are so few that the pass REPLAY, with one for each group, fills the device better.
+    """Return whether programs are so few that the pass REPLAY, with one for each group, fills the device better.
 
-    Up to two programs a multiprocessor, then; the scratch of all groups is at most 1/4 GiB per thousand tokens there.
+    That is so for up to two programs a multiprocessor; the scratch memory of all groups is then at most 1/4 GiB per
+    thousand tokens.
     """
     gpu = find_gpu(device)
     return gpu is not None and programs <= 2 * gpu.multi_processor_count
@@ -341,10 +344,10 @@ def takes_two_passes(programs: int, device: torch.device) -> bool:
 def backward(
     dout: Tensor, states: Tensor, x: Arguments, config: triton.Config | TwoPasses | None = None
 ) -> tuple[Tensor, ...]:
-    """The gradients of q, k, ... ln_bias, in their shapes and dtypes, from dout (B,T,R,H,D) and the states.
+    """Return the gradients of q, k, ... ln_bias, each in its input's shape and dtype.
 
-    `config` is one of `configs`, for one pass, or a pair of those of two; None chooses the passes by
-    `takes_two_passes`, and tunes.
+    `dout` is (B,T,R,H,D), `states` those of `forward`. `config` is one of `configs`, for one pass, or a pair of those
+    of two; None chooses the passes by `takes_two_passes`, and tunes.
     """
     q, chunk_size = x.q, x.chunk_size
     B, T, R, H, D = q.shape
@@ -357,7 +360,7 @@ def backward(
     def fp32(*shape: int) -> Tensor:
         return q.new_empty(shape, dtype=torch.float32)
 
-    # v's own layout would cost registers here, and spills
+    # addresses by v's own strides would cost registers here, and spill
     arguments["v_ptr"] = x.v.contiguous()
     dq, dk, dv = (torch.empty_like(arguments[f"{name}_ptr"]) for name in "qkv")
     dlr, dW0, db0 = fp32(B, T, R, H), fp32(B, R, H, D, D), fp32(B, R, H, D)
@@ -366,7 +369,7 @@ def backward(
     arguments |= {"S_ptr": q.new_empty(programs, held, D, D), "vectors_ptr": fp32(programs, held, 2, block)}
     arguments |= {"tiles_ptr": q.new_empty(programs, held, 4, block, D)}
     arguments |= {"squares_ptr": q.new_empty(programs, held, 2, block, block)}
-    shared = []  # for each pass the sums of c, γ and μ, of which the fourth axis is the groups
+    shared = []  # for each pass the partial sums of c, γ and μ, with the groups as the fourth axis
     sizes = q.dtype, chunk_size, D
     passes = [(REPLAY, groups, replay_configs), (BACK, 1, back_configs)] if two else [(BOTH, 1, configs)]
     chosen = config if isinstance(config, TwoPasses) else (config,) * len(passes)

@@ -1,14 +1,15 @@
-"""TTT-Linear in Triton: the forward pass, and what it shares with the backward pass.
+"""Triton forward pass of TTT-Linear, and the parts that it shares with the backward pass.
 
 One program scans one (sample, direction, head). Its state stays in fp32 registers for the whole sequence, transposed:
-with ST = Wᵀ (outputs, inputs) every product of the scan has M = D, and ST and G are left operands whose registers the
-matrix units take as they are. q, k, v and out keep the layout (B,T,R,H,D). v may be a slice of a projection's output,
-with `v_rows` rows of D from one token to the next. A backward direction counts its tokens from the end.
+with ST = Wᵀ (outputs, inputs) every product of the scan has M = D, and ST and G are left operands, which the matrix
+units take from registers without a change of layout. q, k, v and out keep the layout (B,T,R,H,D). v may be a slice of a
+projection's output, with `v_rows` rows of D from one token to the next. A backward direction counts its tokens from the
+end.
 
 LayerNorm does not see the mean of its input and G has mean 0, so the state starts with mean 0 over its outputs. Then,
 with x = Z·rstd and e = γ ⊙ (μ + K − V), g = γ² ⊙ x + e and G = rstd·(g − mean(g) − x mean(g ⊙ x)). Rounding gives Z a
-mean, which x would pass on to the next state, larger each time: mean(x) mean(g ⊙ x) is added, with which G has mean 0
-whatever x has.
+mean, which x would pass on to the next state, larger each time. Therefore mean(x) mean(g ⊙ x) is added: with it G has
+mean 0 whatever the mean of x.
 
 All element-wise work is done token by token, (n,D), in the layout of the loads: there eight neighbouring threads hold a
 token (D = 64, two bytes an element), and a sum over D takes three shuffles and no exchange between warps. Z and O pass
@@ -18,8 +19,8 @@ once through shared memory to get there. Triton would keep such values in the la
 state that is still used, and therefore the state's step is always the last c. Where G is an operand it includes lr; A
 does not.
 
-A chunk of fewer than BLOCK tokens is masked: a missing token has lr = 0 and contributes to no sum.
-Shape letters as in `reference`.
+A chunk of fewer than BLOCK tokens is masked: a missing token has lr = 0 and contributes to no sum. Shape letters as in
+`reference`.
 """
 
 from collections.abc import Sequence
@@ -36,14 +37,14 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 CHUNK_SIZES = 4, 8, 16, 32, 64
 WIDTHS = 16, 32, 64, 128
 DTYPES = torch.float32, torch.float16, torch.bfloat16
-# What the backward kernel's default config takes, by (D, BLOCK), where it is more than the 99 KiB of the smallest GPUs:
-# fp32 alone.
+# shared memory of the backward kernel's default config, in KiB by (D, BLOCK), where it exceeds the 99 KiB of the
+# smallest GPUs, which it does in fp32 alone
 SHARED_KIB = {(64, 64): 128, (128, 16): 162, (128, 32): 200, (128, 64): 288}
 
 
 @triton.jit
 def place(T, R, H, reverse):
-    """This program's head, direction and sample (int64), and the first token and the step of its scan."""
+    """Return this program's head, direction and sample (int64), and the first token and the step of its scan."""
     program = tl.program_id(0)
     head, r, b = program % H, (program // H) % R, (program // (R * H)).to(tl.int64)
     back = (reverse >> r) & 1
@@ -52,7 +53,10 @@ def place(T, R, H, reverse):
 
 @triton.jit
 def start_state(W_ptr, b_ptr, D: tl.constexpr):
-    """ST (D,D) and β (D,) with mean 0 over the outputs, from a state W (D inputs, D outputs) and β in memory, all fp32."""
+    """Return ST (D,D) and β (D,), with mean 0 over the outputs, in fp32.
+
+    They are loaded from a state W (D inputs, D outputs) and β in memory, both fp32.
+    """
     d = tl.arange(0, D)
     ST = tl.trans(tl.load(W_ptr + d[:, None] * D + d[None, :]))
     beta = tl.load(b_ptr + d)
@@ -61,9 +65,11 @@ def start_state(W_ptr, b_ptr, D: tl.constexpr):
 
 @triton.jit
 def alive(x):
-    """All true, for x (n,D) as it was loaded. `tl.where(alive(x), y, 0.0)` is y, and LLVM removes it. Triton cannot see
-    that, and gives
-    y the layout of x if x, or its value in the next turn of the loop, is loaded below the product that y comes from.
+    """Return a mask like x (n,D) that is true everywhere: a hint for Triton's layouts.
+
+    `tl.where(alive(x), y, 0.0)` equals y, and LLVM removes it. Triton cannot see that, and converts y to the layout
+    with which x was loaded. x, or its value in the next turn of the loop, must be loaded below the product that y comes
+    from.
     """
     if x.dtype == tl.float32:
         return (x.to(tl.int32, bitcast=True) | 1) != 0
@@ -127,12 +133,13 @@ def forward_kernel(
     v = tl.load(v_ptr + v_tile, mask=inside[:, None], other=0.0)
     q = tl.load(q_ptr + tile, mask=inside[:, None], other=0.0)
     lr = tl.load(lr_ptr + step * H * n, mask=inside, other=0.0)
-    # the next chunk is loaded while this one is computed; its v last, for `alive`
+    # the next chunk is loaded while this one is computed; its v last, see `alive`
     for i in tl.range(0, chunks, disable_licm=True):
         beta = beta0 + minus_c_last * G_sum
         if KEEP:
             if (i > 0) & (i % GROUP == 0):
                 tl.store(states_ptr + d[None, :] * D + d[:, None], ST)
+                # the columns of β are equal: the first is stored, without a change of layout
                 tl.store(states_ptr + D * D + d[:, None] + 0 * n[None, :], beta, mask=(n == 0)[None, :])
                 states_ptr += (D + 1) * D
         ahead = n < tl.minimum(CHUNK, T - i * CHUNK - CHUNK)
@@ -143,12 +150,14 @@ def forward_kernel(
         lr_ahead = tl.load(lr_ptr + (i + 1) * (step * CHUNK * H) + step * H * n, mask=ahead, other=0.0)
 
         S = ST.to(dt)
+        # ieee: fp32 operands are not rounded to TF32
         z = tl.dot(S, tl.trans(k), acc=beta, input_precision="ieee")
         o = tl.dot(S, tl.trans(q), acc=beta, input_precision="ieee")
         A = (minus_c * tl.dot(k, tl.trans(q), input_precision="ieee") + minus_c).to(dt)
         z = tl.where(alive(v), tl.trans(z), 0.0)
         e = gamma * (mu + (k.to(tl.float32) - v.to(tl.float32)))
         rstd = tl.rsqrt(tl.sum(z * z, 1) / D + eps)
+        # x = z·rstd is never formed: m_gz is mean(g ⊙ x)·rstd, and m_g is mean(g) − mean(x) mean(g ⊙ x)
         g = gamma2 * z * rstd[:, None] + e
         m_gz = tl.sum(g * z, 1) / D * rstd * rstd
         m_g = tl.sum(g, 1) / D - tl.sum(z, 1) / D * m_gz
@@ -170,9 +179,9 @@ def forward_kernel(
 
 
 def unsupported(width: int, chunk_size: int, dtype: torch.dtype, shared_kib: int | None = None) -> str | None:
-    """Why these kernels cannot run q of this width and dtype with this chunk size, or None where they can.
+    """Return why these kernels cannot run q of this width and dtype with this chunk size, or None.
 
-    `shared_kib` is the shared memory that a program may have on the device; None leaves that out.
+    `shared_kib` is the shared memory of the device for one program, in KiB; None leaves that out.
     """
     if width not in WIDTHS:
         return f"q's last axis D is {width}, expected one of {', '.join(map(str, WIDTHS))}"
@@ -187,27 +196,33 @@ def unsupported(width: int, chunk_size: int, dtype: torch.dtype, shared_kib: int
 
 
 def group_chunks(width: int, chunk_size: int) -> int:
-    """The chunks of a group, a power of two: at least 2·width tokens, so that states stay below 0.3 × q, k, v, out."""
+    """Return the chunks of a group, a power of two.
+
+    A group has at least 2·width tokens: the kept states take less than 0.3 of the memory of q, k, v and out.
+    """
     return max(4, 2 * width // chunk_size)
 
 
 def states_shape(shape: Sequence[int], chunk_size: int, keep_states: bool) -> tuple[int, int, int, int]:
-    """The shape of `forward`'s states for q of shape (B,T,R,H,D), one per group except the first. Takes symbolic sizes."""
+    """Return the shape of `forward`'s states for q of shape (B,T,R,H,D), one per group except the first.
+
+    Takes symbolic sizes.
+    """
     B, T, R, H, D = shape
     tokens = chunk_size * group_chunks(D, chunk_size)
     return B * R * H, (T + tokens - 1) // tokens - 1 if keep_states else 0, D + 1, D
 
 
 def constants(width: int, chunk_size: int) -> dict[str, int]:
-    """The compile-time constants of both kernels. A product needs at least 16 rows."""
+    """Return the compile-time constants of both kernels. BLOCK is at least 16, the fewest rows of a `tl.dot`."""
     return {"D": width, "CHUNK": chunk_size, "BLOCK": max(16, chunk_size), "GROUP": group_chunks(width, chunk_size)}
 
 
 def configs(dtype: torch.dtype, chunk_size: int, width: int = 64) -> list[triton.Config]:
-    """The candidates of the forward kernel; the first is the default, which runs untuned.
+    """Return the candidates of the forward kernel; the first is the default, which runs untuned.
 
-    168 registers let three programs of 128 threads share a multiprocessor. One stage: the kernel loads ahead by itself,
-    and Triton's own pipelining would give its tiles another layout.
+    168 registers let three programs of 128 threads share a multiprocessor. There is one stage: the kernel loads ahead
+    itself, and Triton's own pipelining would give its tiles another layout.
     """
     large = dtype == torch.float32 or chunk_size > 16 or width > 64
     # without a bound ptxas compiles some of the large ones with 32 registers
@@ -216,9 +231,9 @@ def configs(dtype: torch.dtype, chunk_size: int, width: int = 64) -> list[triton
 
 
 def shared_arguments(x: Arguments) -> dict[str, object]:
-    """The arguments that both kernels take: contiguous q and k, v as it is, everything else in fp32, and the sizes.
+    """Return the arguments that both kernels take: contiguous q and k, v uncopied, the rest in fp32, and the sizes.
 
-    `bucket` has the powers of two of T and of the number of programs: they decide the best config.
+    `bucket` combines the bit lengths of T and of the number of programs, which decide the best config.
     """
     B, T, R, H, D = x.q.shape
     in_fp32 = {"lr": x.lr, "scale": x.token_scale, "W0": x.W0, "b0": x.b0, "gamma": x.ln_weight, "mu": x.ln_bias}
@@ -238,19 +253,24 @@ def shared_arguments(x: Arguments) -> dict[str, object]:
 
 
 def token_rows(v: Tensor) -> int | None:
-    """Rows of D elements from one token of v (B,T,R,H,D) to the next, if this number describes its layout; else None."""
+    """Return the rows of D elements from one token of v (B,T,R,H,D) to the next.
+
+    It is None where that number does not describe v's layout.
+    """
     B, T, R, H, D = v.shape
     sizes, strides = (B, T, R, H, D), v.stride()
     rows, rest = divmod(strides[1], D)
     expected = (T * rows * D, rows * D, H * D, D, 1)
+    # the stride of an axis of size 1 is arbitrary
     same = all(size == 1 or stride == wanted for size, stride, wanted in zip(sizes, strides, expected, strict=True))
     return rows if same and not rest and rows >= R * H else None
 
 
 def forward(x: Arguments, keep_states: bool, config: triton.Config | None = None) -> tuple[Tensor, Tensor]:
-    """out (B,T,R,H,D) in q's dtype; states in fp32, of `states_shape`, [W; β]. For sizes that are not `unsupported`.
+    """Return out (B,T,R,H,D) in q's dtype, and the states [W; β] in fp32, of shape `states_shape`.
 
-    `config` is one of `configs`; None tunes. It is what `triton_phases.forward` calls for one phase.
+    For sizes that are not `unsupported`. `config` is one of `configs`; None tunes. `triton_phases.forward` calls it for
+    one phase.
     """
     arguments = shared_arguments(x)
     if (rows := token_rows(x.v)) is None:

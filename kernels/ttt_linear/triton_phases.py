@@ -1,21 +1,21 @@
-"""TTT-Linear in Triton: the forward pass in two phases, for inputs with too few programs to fill a GPU.
+"""Triton forward pass of TTT-Linear in two phases, for inputs with too few programs to fill a GPU.
 
 A scan is a chain of dependent steps, and with a program for every (sample, direction, head) a single image leaves most
 of a GPU idle. Only Z, G and the state must be computed in order. With the state [W; β] at the start of a block of ROWS
 tokens, and C₁ the last c,
 
-    O = QW + β − A (lr G),   A[t,s] = w (q_t · k_s + 1),   w = c of t's place in its chunk where s ≤ t is in the same
-    chunk;
-                                                           w = C₁ where s is in an earlier chunk of the block; else 0
+    O = QW + β − A (lr G),   A[t,s] = w (q_t · k_s + 1)
+    w = c of t's place in its chunk, where s ≤ t is in the same chunk
+    w = C₁, where s is in an earlier chunk of the block;   else w = 0
 
 is the sum that the equations of `reference` give chunk by chunk, since the state before a chunk is that of the block's
 start minus C₁ Σ Kᵀ lr G. Thus `state_kernel` walks the tokens and writes lr G and the states, and `output_kernel`
-computes the outputs of all blocks at once. Both phases move twice the bytes of the one in `triton_fwd`, which is faster
-once programs fill the device.
+computes the outputs of all blocks at once. Both phases together move twice the bytes of the one phase in `triton_fwd`,
+which is faster once programs fill the device.
 
-The chain is short: the six sums over a token's row are taken together, of which the mean and the product of g with z
-follow, c₁ is folded into G, and the turns of a group of chunks are unrolled, so that Triton loads ahead. Shape letters
-as in `reference`.
+The chain is kept short. The six sums over a token's row are taken together, and the mean and the product of g with z
+follow from them; c₁ is folded into G; and the turns of a group of chunks are unrolled, which lets Triton load ahead.
+Shape letters as in `reference`.
 """
 
 from typing import NamedTuple
@@ -29,7 +29,7 @@ from ..dispatch import find_gpu
 from ..triton_launch import launch
 from . import triton_fwd
 from .reference import Arguments
-from .triton_fwd import INTERPRETED as INTERPRETED  # callers take it from here, as from the forward pass
+from .triton_fwd import INTERPRETED as INTERPRETED  # callers find it here, as in any forward module
 from .triton_fwd import alive, place, shared_arguments, start_state, states_shape, token_rows
 from .triton_fwd import unsupported as unsupported
 
@@ -64,9 +64,9 @@ def state_kernel(
     STAGES: tl.constexpr,
     KEEP: tl.constexpr,
 ):
-    """Write lr G of every token, the state before every block of ROWS tokens in the products' dtype, and with KEEP
-    those that the backward
-    pass starts from. A turn of the loop is a group of GROUP chunks.
+    """Write lr G of every token, and the state before every block of ROWS tokens in the products' dtype.
+
+    With KEEP, write the states from which the backward pass starts, too. A turn of the loop is a group of GROUP chunks.
     """
     head, r, b, first, step = place(T, R, H, reverse)
     program, param = tl.program_id(0).to(tl.int64), r * H + head
@@ -148,7 +148,7 @@ def output_kernel(
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Write out of one block of ROWS tokens: axis 1 of the grid has a program for each."""
+    """Write out of one block of ROWS tokens; axis 1 of the grid has a program for each block."""
     head, r, b, first, step = place(T, R, H, reverse)
     param, block = r * H + head, tl.program_id(1)
     d, t = tl.arange(0, D), tl.arange(0, ROWS)
@@ -164,6 +164,7 @@ def output_kernel(
     beta = tl.load(beta_ptr + at * D + d)
     c = tl.load(scale_ptr + r * CHUNK + t % CHUNK)
     c_last = tl.load(scale_ptr + r * CHUNK + CHUNK - 1)
+    # the position in the block gives that in the chunk: ROWS is a multiple of CHUNK
     weight = tl.where((t // CHUNK)[:, None] == (t // CHUNK)[None, :], c[:, None], c_last)
     A = weight * (tl.dot(q, tl.trans(k), input_precision="ieee") + 1.0)
     A = tl.where(t[:, None] >= t[None, :], -A, 0.0).to(dt)
@@ -177,18 +178,21 @@ def output_kernel(
 
 
 def are_written_for(dtype: torch.dtype, chunk_size: int, width: int) -> bool:
-    """Whether the two phases are for these sizes, which models have; in fp32 their tiles would not fit the registers."""
+    """Return whether the two phases take these sizes, which are those of the models.
+
+    In fp32 their tiles would not fit the registers.
+    """
     return dtype != torch.float32 and chunk_size == CHUNK_SIZE and width <= WIDEST
 
 
 def state_configs(dtype: torch.dtype, chunk_size: int, width: int = 64) -> list[triton.Config]:
-    """The candidates of the first phase, the first of them the untuned default; none for sizes it does not take."""
+    """Return the candidates of the first phase, the untuned default first; none for sizes that it does not take."""
     written = are_written_for(dtype, chunk_size, width)
     return [triton.Config({"STAGES": stages}, num_warps=4, num_stages=1) for stages in (2, 1)] if written else []
 
 
 def output_configs(dtype: torch.dtype, chunk_size: int, width: int = 64) -> list[triton.Config]:
-    """The candidates of the second phase."""
+    """Return the candidates of the second phase; none for sizes that it does not take."""
     return (
         []
         if not are_written_for(dtype, chunk_size, width)
@@ -204,20 +208,23 @@ class TwoPhases(NamedTuple):
 
 
 def takes_two_phases(x: Arguments) -> bool:
-    """Whether a scan in one phase would leave multiprocessors idle, and the two are written for its sizes."""
+    """Return whether one phase would leave multiprocessors idle, and the two phases take these sizes."""
     gpu, (B, _, R, H, D) = find_gpu(x.q.device), x.q.shape
     return gpu is not None and gpu.multi_processor_count >= B * R * H and are_written_for(x.q.dtype, x.chunk_size, D)
 
 
 def forward(x: Arguments, keep_states: bool, config: triton.Config | TwoPhases | None = None) -> tuple[Tensor, Tensor]:
-    """out and states as `triton_fwd.forward`, in one phase or two by `config`; None: two if programs are few, tuned."""
+    """Return out and states as `triton_fwd.forward`, in one phase or two by the type of `config`.
+
+    None tunes, and takes two phases where programs are few.
+    """
     if isinstance(config, TwoPhases) or (config is None and takes_two_phases(x)):
         return run_both(x, keep_states, config)
     return triton_fwd.forward(x, keep_states, config)
 
 
 def run_both(x: Arguments, keep_states: bool, config: TwoPhases | None) -> tuple[Tensor, Tensor]:
-    """As `forward` in two phases, for chunks of 16 tokens and D up to 64. None tunes."""
+    """Run `forward` in two phases, for chunks of 16 tokens and D up to 64. None tunes."""
     B, T, R, H, D = x.q.shape
     arguments = shared_arguments(x)
     if (rows := token_rows(x.v)) is None:
@@ -226,7 +233,7 @@ def run_both(x: Arguments, keep_states: bool, config: TwoPhases | None) -> tuple
     states = x.q.new_empty(states_shape(x.q.shape, x.chunk_size, keep_states), dtype=torch.float32)
     G, out = torch.empty_like(arguments["q_ptr"]), torch.empty_like(arguments["q_ptr"])
     tokens = x.chunk_size * arguments["GROUP"]
-    held = (T + tokens - 1) // tokens * (tokens // ROWS)  # of whole groups: the last ones may not exist
+    held = (T + tokens - 1) // tokens * (tokens // ROWS)  # blocks of whole groups, also those beyond T
     S, beta = x.q.new_empty(programs, held, D, D), x.q.new_empty(programs, held, D, dtype=torch.float32)
     arguments |= {"G_ptr": G, "S_ptr": S, "beta_ptr": beta, "out_ptr": out, "states_ptr": states, "v_rows": rows}
     arguments |= {"ROWS": ROWS, "KEEP": keep_states}
