@@ -19,8 +19,8 @@ from torch import Tensor
 BACKENDS = ("auto", "triton", "numba", "torch", "reference")
 _DTYPE_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
-# imports the modules of a backend, the one with `forward` and the one with `backward`; by import statements, since the
-# code hashes find modules by these
+# imports the modules of a backend, the one with `forward` and the one with `backward`; inside a function, so that Triton
+# and numba are imported only where their backend runs
 Load = Callable[[], tuple[ModuleType, ModuleType]]
 
 
