@@ -83,20 +83,20 @@ def speed_blocks(report: Report) -> str:
     if comparison is None:
         return ""
     measured = find_all_speeds(comparison, report.results)
-    return (
-        _compare_speeds(comparison, measured) if measured else f"{comparison.title}: not measured, `repro efficiency`."
-    )
+    if not measured:
+        return f"{comparison.title}: not measured, `repro efficiency`."
+    return _compare_speeds(comparison, measured)
 
 
 def _find_own(question: Question, report: Report) -> list[Verdict]:
     return [report.verdicts[name] for name in question.find(report.paper.ledger)]
 
 
-def _count_matches(own: Sequence[Verdict], by_truncation: str = "") -> str:
+def _count_matches(own: Sequence[Verdict], how: str = "") -> str:
     """The count of matches, and of agreements by a fitted convention where there are any."""
     counts = count_statuses(own)
     fitted = f", {counts[Status.FITTED]} agree by a fitted convention" if counts[Status.FITTED] else ""
-    return f"{counts[Status.MATCHED] + counts[Status.TRUNCATED]} of {len(own)} match{by_truncation}{fitted}"
+    return f"{counts[Status.MATCHED] + counts[Status.TRUNCATED]} of {len(own)} match{how}{fitted}"
 
 
 def judge_question(own: Sequence[Verdict]) -> tuple[str, str]:
@@ -155,7 +155,7 @@ def _compare_speeds(comparison: Comparison, measured: Sequence[Speeds]) -> str:
         grows = f"“{HOST}”: it does not grow with the work, so that it is of the processor that launches the kernels"
         said += f" {grows}, and says nothing of the GPU; `{COMMAND}` shows the GPU's."
     if not any(speeds.is_gpu for speeds in measured):
-        said += " No GPU was measured."
+        said += " No GPU has measured both."
     return join([table(["measured on", "image", ours, *head], rows), said])
 
 
