@@ -17,6 +17,7 @@ from torch._higher_order_ops.scan import scan_op
 
 from . import bi_wkv, selective_scan, ttt_linear  # noqa: F401  registers the operators
 from .ttt_linear.reference import inner_gradient, normalise
+from .ttt_linear.torch_path import scan_order
 
 
 def ttt_linear_by_scan(*values: Any) -> tuple[Tensor, Tensor]:
@@ -44,16 +45,11 @@ def ttt_linear_by_scan(*values: Any) -> tuple[Tensor, Tensor]:
     W, b, gamma, mu = (per_group(x) for x in (W0, b0.unsqueeze(2), ln_weight.unsqueeze(2), ln_bias.unsqueeze(2)))
     # q, k, v and lr of a token are one tensor: tracing takes time for every node of the graph
     tokens = torch.cat((q, k, v, lr[:, :, None, :, None].expand(B, T, R, H, 1)), -1)
-    tokens = F.pad(_scan_order(tokens, reverse), (0, 0, 0, 0, 0, 0, 0, m * n - T))
+    tokens = F.pad(scan_order(tokens, reverse), (0, 0, 0, 0, 0, 0, 0, m * n - T))
     tokens = tokens.unflatten(1, (m, n)).permute(1, 0, 3, 4, 2, 5).flatten(1, 3)  # (m,G,n,·), in scan order
     out = scan_op(step, [W, b], [tokens], [c, gamma, mu])[-1]  # (m,G,n,D)
     out = out.unflatten(1, (B, R, H)).permute(1, 0, 4, 2, 3, 5).flatten(1, 2)[:, :T]
-    return _scan_order(out, reverse), q.new_empty(0)
-
-
-def _scan_order(x: Tensor, reverse: Sequence[bool]) -> Tensor:
-    """Return (B,T,R,...) with the directions that scan backward flipped along T; its own inverse."""
-    return torch.stack([part.flip(1) if back else part for part, back in zip(x.unbind(2), reverse, strict=True)], 2)
+    return scan_order(out, reverse), q.new_empty(0)
 
 
 def selective_scan_by_scan(*values: Any) -> tuple[Tensor, Tensor]:
@@ -66,9 +62,9 @@ def selective_scan_by_scan(*values: Any) -> tuple[Tensor, Tensor]:
         return h, (h * C[:, :, None]).sum(-1)
 
     # (T,B,R,·)
-    xs = [_scan_order(x, reverse).transpose(0, 1).contiguous() for x in (u, F.softplus(delta + delta_bias), B, C)]
+    xs = [scan_order(x, reverse).transpose(0, 1).contiguous() for x in (u, F.softplus(delta + delta_bias), B, C)]
     h = u.new_zeros(u.shape[0], *A.shape)
-    y = _scan_order(scan_op(step, [h], xs, [A.clone()])[-1].transpose(0, 1), reverse) + D * u
+    y = scan_order(scan_op(step, [h], xs, [A.clone()])[-1].transpose(0, 1), reverse) + D * u
     return y if z is None else y * F.silu(z.unsqueeze(2)), u.new_empty(0)
 
 
@@ -94,10 +90,10 @@ def bi_wkv_by_scan(
         )
 
     # (T,B,2,C)
-    both = [_scan_order(torch.stack((x, x), 2), (False, True)).transpose(0, 1).contiguous() for x in (k, v)]
+    both = [scan_order(torch.stack((x, x), 2), (False, True)).transpose(0, 1).contiguous() for x in (k, v)]
     zero = torch.zeros_like(both[0][0])
     sums = scan_op(step, [zero - torch.inf, zero, zero.clone()], both, [w.clone()])[3:]
-    p, numerator, denominator = (_scan_order(x.transpose(0, 1), (False, True)) for x in sums)
+    p, numerator, denominator = (scan_order(x.transpose(0, 1), (False, True)) for x in sums)
     p = torch.cat((p, (k + u).unsqueeze(2)), 2)
     weight = torch.exp(p - p.amax(2, keepdim=True))
     numerator = torch.cat((numerator, v.unsqueeze(2)), 2)

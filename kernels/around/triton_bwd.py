@@ -325,7 +325,8 @@ def sum_norm(dy: Tensor, dout: Tensor, y: Tensor, gamma: Tensor, eps: float) -> 
     `dout` is the gradient of LN(y).
     """
     B, T, D = y.shape
-    g, y = torch.empty_like(y), y.contiguous()
+    y = y.contiguous()
+    g = torch.empty_like(y)
     programs = B * _most_programs(T, row_configs(y.dtype, D), "ROWS")
     sums = y.new_zeros(programs, 2, D, dtype=torch.float32)
     # without CONVOLVE the kernel reads no taps: any pointer will do

@@ -14,7 +14,6 @@ from ..triton_launch import ceil_div, dtype_obstacle, launch, next_power_of_2
 from ..triton_math import sigmoid
 from .reference import ONES, ConvNorm, GatedLinear, GatedNorm, ScanConvs
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)
 DTYPES = torch.float32, torch.float16, torch.bfloat16
 _LEAST_TOKENS = 32  # fewest tokens of a program of the causal convolutions
 

@@ -45,7 +45,6 @@ from .triton_blocks import (
     sum_rows,
 )
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)
 DTYPES = torch.float32, torch.float16, torch.bfloat16
 # tokens, a multiple of every BLOCK_T; a program has fewer tokens than two segments: its offsets fit in 32 bits
 SEGMENT = 256

@@ -16,7 +16,6 @@ from torch import Tensor
 from ..triton_launch import ceil_div, dtype_obstacle, launch, next_power_of_2
 from .reference import Arguments
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)
 DTYPES = torch.float32, torch.float16, torch.bfloat16
 MAX_LEVELS = 4
 MAX_HEAD_DIM = 256

@@ -28,7 +28,6 @@ from ..triton_launch import ceil_div, direction_bits, dtype_obstacle, launch
 from ..triton_math import LOG2E, invert, sigmoid
 from .reference import Arguments
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)
 STATE_DIMS = 1, 8, 16, 32
 DTYPES = torch.float32, torch.float16, torch.bfloat16
 BLOCK = 32  # channels of a program

@@ -26,7 +26,7 @@ def forward(x: Arguments, keep_states: bool) -> tuple[Tensor, Tensor]:
             states.append(torch.cat((W, b), -2))
         chunks, W, b = scan_chunks(*segment, W, b, *shared, chunk_size=x.chunk_size, eps=x.eps)
         outs += [out for out, _, _ in chunks]
-    out = _order(torch.cat(outs, -2).permute(0, 3, 1, 2, 4), x.reverse).to(x.q.dtype).contiguous()
+    out = scan_order(torch.cat(outs, -2).permute(0, 3, 1, 2, 4), x.reverse).to(x.q.dtype).contiguous()
     return out, torch.stack(states, 3) if states else W.new_empty(states_shape(x.q.shape, x.chunk_size, False))
 
 
@@ -38,7 +38,7 @@ def backward(dout: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor, ...]:
     with recording():
         given = [each.detach().requires_grad_() for each in x if isinstance(each, Tensor)]
         tokens, start, shared = _arrange(Arguments(*given, *x[len(given) :]))
-        dout = _order(dout.to(tokens[0].dtype), x.reverse).permute(0, 2, 3, 1, 4)
+        dout = scan_order(dout.to(tokens[0].dtype), x.reverse).permute(0, 2, 3, 1, 4)
         d_end: Sequence[Tensor] = [torch.zeros_like(each) for each in start]
         d_shared, d_tokens = [torch.zeros_like(each) for each in shared], []
         segments = list(zip(_cut(tokens, x), dout.split(segment_length(x.q.shape[1], x.chunk_size), -2), strict=True))
@@ -67,13 +67,13 @@ def _arrange(x: Arguments) -> tuple[list[Tensor], tuple[Tensor, Tensor], list[Te
     dtype = compute_dtype(x.q.dtype)
     # cast before the expansion: gradients of the directions are summed before they are rounded
     rate = x.lr.to(dtype).unsqueeze(2).expand(B, T, R, H)
-    tokens = [_order(each.to(dtype), x.reverse).transpose(1, 2).transpose(2, 3) for each in (x.q, x.k, x.v, rate)]
+    tokens = [scan_order(each.to(dtype), x.reverse).transpose(1, 2).transpose(2, 3) for each in (x.q, x.k, x.v, rate)]
     W, b = (each.to(dtype).expand(B, *each.shape) for each in (x.W0, x.b0.unsqueeze(2)))
     shared = x.token_scale.unsqueeze(1), x.ln_weight.unsqueeze(2), x.ln_bias.unsqueeze(2)
     return tokens, (W, b), [each.to(dtype) for each in shared]
 
 
-def _order(x: Tensor, reverse: Sequence[bool]) -> Tensor:
+def scan_order(x: Tensor, reverse: Sequence[bool]) -> Tensor:
     """Return (B,T,R,...) with the directions that scan backward flipped along T; its own inverse."""
     return torch.stack([part.flip(1) if back else part for part, back in zip(x.unbind(2), reverse, strict=True)], 2)
 

@@ -33,7 +33,6 @@ from torch import Tensor
 from ..triton_launch import direction_bits, dtype_obstacle, launch
 from .reference import Arguments
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)
 CHUNK_SIZES = 4, 8, 16, 32, 64
 WIDTHS = 16, 32, 64, 128
 DTYPES = torch.float32, torch.float16, torch.bfloat16

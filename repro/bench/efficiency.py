@@ -16,7 +16,7 @@ from kernels import selected_backend
 from ..core.errors import Interrupted, RunError, UserError, blame
 from ..core.paths import Paths
 from ..core.record import write_run
-from ..core.runtime import Runtime, choose_device, device_label, device_slug, torch_dtype
+from ..core.runtime import Runtime, choose_device, device_label, device_slug, prepare_process, torch_dtype
 from ..core.speeds import mark_host, pool_runs
 from ..core.unfinished import Unfinished, read_clock
 from .params import EfficiencyParams, SweepParams
@@ -131,8 +131,7 @@ def describe_left_out(left_out: Sequence[RowSpec], seconds: float, params: Sweep
 def _open_device(runtime: Runtime) -> tuple[torch.device, str]:
     """Set PyTorch's number of threads to the runtime's, and return the device and its label."""
     device = choose_device(runtime.device)
-    if runtime.threads:
-        torch.set_num_threads(runtime.threads)
+    prepare_process(runtime)
     return device, device_label(device)
 
 

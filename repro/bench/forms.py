@@ -22,11 +22,12 @@ from ..core.errors import RunError
 from ..core.paths import Paths
 from ..core.record import current_commit, installed_version
 from ..core.runtime import Runtime, choose_device, device_label, device_slug
+from ..core.statistics import median_interval
 from ..core.unfinished import Unfinished, read_clock
 from ..models.fast_weights import LACT_STEPS, find_obstacle, learn
 from ..models.inner import InnerLoop
 from .memory import measure_peak_mib
-from .speed import SLOW_STEPS, RowSpec, measure, median_interval, time_in_turn
+from .speed import SLOW_STEPS, RowSpec, measure, time_in_turn
 
 Form = Literal["recurrent", "parallel"]
 _FORMS: tuple[Form, ...] = ("recurrent", "parallel")

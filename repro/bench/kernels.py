@@ -322,7 +322,10 @@ def bench_against(paths: Paths, base: str, op: str | None = None, *, compared: b
 
 
 def _read_own(paths: Paths, op: str | None) -> dict[str, Row]:
-    """Return "operator, sizes, passes" -> row of our Triton kernels on this machine's GPU."""
+    """Return "operator, sizes, passes" -> row of our Triton kernels on this machine's GPU, for `kernels bench --base`.
+
+    It reads the file of this checkout, or of the work tree in which the other revision was measured.
+    """
     import torch
 
     rows = read_bench(paths.speed / f"kernels/{device_slug(torch.device('cuda'))}.csv")

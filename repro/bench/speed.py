@@ -28,6 +28,7 @@ from typing import Any, Literal
 import repro
 
 from ..core.children import leave_with_parent
+from ..core.statistics import median_interval
 
 SLOW_STEP_S = 2.0  # a model with a longer median step is timed over SLOW_STEPS steps only
 SLOW_STEPS = 3
@@ -155,21 +156,6 @@ def _hide_script() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = script
-
-
-def median_interval(samples: list[float], confidence: float = 0.95) -> tuple[float, float] | None:
-    """Return the distribution-free confidence interval of the median: the k-th smallest and the k-th largest sample.
-
-    k is the largest number with 2·P(Binomial(n, 1/2) < k) <= 1 - confidence. For n = 10 these are the 2nd and the 9th
-    sample. The result is None if no pair of samples reaches the confidence, which for 95 % needs 6 samples.
-    """
-    n = len(samples)
-    tail, k = 0.0, 0
-    while k < n // 2 and 2 * (tail + math.comb(n, k) / 2**n) <= 1 - confidence:
-        tail += math.comb(n, k) / 2**n
-        k += 1
-    ordered = sorted(samples)
-    return (ordered[k - 1], ordered[n - k]) if k else None
 
 
 def read_load() -> dict[str, Any]:
@@ -376,14 +362,27 @@ def _attention_kernel(model: Any, images: Any) -> str:
 def _sample(
     step: Callable[[], Any], device: Any, spec: RowSpec, baseline_kib: int | None
 ) -> tuple[list[float], float | None, str]:
-    """Return the milliseconds of each timed step, the peak memory in MiB, and how the peak was read."""
+    """Return the milliseconds of each timed step, the peak memory in MiB, and how the peak was read.
+
+    On a CPU the peak is that of one step.
+    """
     import torch
+
+    from ..core.runtime import keep_freed_memory
 
     timer = STEP_TIMERS[device.type]
     _warm_up(lambda: timer(step), spec.warmup, first_step_compiles=device.type == "cuda" or bool(spec.compile))
-    # only the timed steps count towards the peak: during the warm-up, autotuning of Triton kernels takes memory
-    method = _reset_peak_rss() if device.type == "cpu" else "cuda_allocator"
-    if device.type == "cuda":
+    # the warm-up does not count towards the peak: autotuning of Triton kernels and compilers take memory
+    if device.type == "cpu":
+        method = _reset_peak_rss()
+        step()
+        peak_kib = _status_kib("VmHWM")
+        # memory with malloc's defaults, time without: returning the matrices of unfused attention to the system, and
+        # clearing their pages again, is a third of its time, and keeping them doubles its memory
+        keep_freed_memory()
+        step()
+    else:
+        method = "cuda_allocator"
         torch.cuda.reset_peak_memory_stats(device)
     samples = [timer(step) for _ in range(SLOW_STEPS)]
     if statistics.median(samples) <= SLOW_STEP_S * 1e3:
@@ -391,7 +390,6 @@ def _sample(
     if device.type == "cuda":
         return samples, torch.cuda.max_memory_allocated(device) / 2**20, method
     # without the baseline of the interpreter, this is the memory of the model and its activations
-    peak_kib = _status_kib("VmHWM")
     return samples, None if baseline_kib is None or peak_kib is None else (peak_kib - baseline_kib) / 2**10, method
 
 

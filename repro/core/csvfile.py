@@ -29,7 +29,13 @@ def format_csv(rows: Iterable[Mapping[str, Any]], columns: Sequence[str] | None 
 
 
 def read_csv(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a CSV file without empty values; raise a `UserError` for a missing or damaged file."""
+    """Read the rows of a CSV file that a person may have written: pandas guesses the types, empty values are left out.
+
+    Files that the pipeline writes have known columns, see `read_typed_csv`.
+
+    Raises:
+        UserError: a missing or damaged file.
+    """
     try:
         return parse_csv(path.read_text(encoding="utf-8"), str(path))
     except FileNotFoundError:

@@ -90,6 +90,8 @@ def read_pair(
 def survey(pairs: AdePairs) -> tuple[np.ndarray, np.ndarray]:
     """Measure the image sizes and the pixels per class of at most 500 evenly spaced pairs; raises as `read_pair`.
 
+    Training on own pictures chooses its crop and batch by them; the check of own data refuses labels that are all 0.
+
     Returns:
         (N, 2) int64, height and width in pixels; (K,) int64, the pixels of each class, without the unlabelled ones.
     """

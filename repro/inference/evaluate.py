@@ -14,7 +14,7 @@ from ..core.errors import RunError, UserError
 from ..core.figures import save_png
 from ..core.paths import Paths
 from ..core.record import make_identity, write_record
-from ..core.runtime import Runtime, choose_device, device_label, device_slug, torch_dtype
+from ..core.runtime import Runtime, choose_device, device_label, device_slug, prepare_process, torch_dtype
 from ..core.ui import Progress, print_error
 from ..data.cells import DataCell, open_cell
 from ..data.kinds import IMAGENET_1K
@@ -73,8 +73,7 @@ def evaluate(
         print(f"{data}: the weights name no classes; their logits are taken in the order {show_few(tree.classes)}")
     if request.limit is not None:
         tree = subsample(tree, request.limit, LIMIT_SEED)
-    if runtime.threads:
-        torch.set_num_threads(runtime.threads)
+    prepare_process(runtime)
     evaluation = _Evaluation(paths, runtime, cell, tree, choose_device(runtime.device), request, find_printed)
     failed = []
     for checkpoint, sizes in subjects:

@@ -11,7 +11,7 @@ from ..bench.speed import describe_samples, read_load, time_in_turn
 from ..core.errors import UserError
 from ..core.paths import Paths
 from ..core.record import make_identity, write_record
-from ..core.runtime import Runtime, choose_device, device_label, torch_dtype
+from ..core.runtime import Runtime, choose_device, device_label, prepare_process, torch_dtype
 from ..core.ui import Progress
 from ..data.cells import open_cell
 from ..data.classification import ImageFolder, eval_transform
@@ -35,8 +35,7 @@ def measure_resolution(params: ResolutionParams, paths: Paths, runtime: Runtime)
     """
     started = time.monotonic()
     device = choose_device(runtime.device)
-    if runtime.threads:
-        torch.set_num_threads(runtime.threads)
+    prepare_process(runtime)
     cell = open_cell(paths, runtime, params.data)
     tree, rows, backends = cell.open_tree(), [], set()
     checkpoints = {family: open_weights(paths.find(weights)) for family, weights in params.models.items()}

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..core.errors import RunError, UserError
 from ..core.paths import Paths
 from ..core.record import make_identity, write_record
-from ..core.runtime import Runtime, choose_device, device_label
+from ..core.runtime import Runtime, choose_device, device_label, prepare_process
 from ..data.cells import open_cell
 from ..data.tree import Tree
 from ..models.checkpoints import open_weights
@@ -40,8 +40,7 @@ def visualize(params: VisualizeParams, paths: Paths, runtime: Runtime) -> None:
     """
     started = time.monotonic()
     device = choose_device(runtime.device)
-    if runtime.threads:
-        torch.set_num_threads(runtime.threads)
+    prepare_process(runtime)
     cell = open_cell(paths, runtime, params.data)
     tree = cell.open_tree()
     weights = paths.artifacts(paths.cell("pretrain", params.cell) / "metrics.json") / "weights.safetensors"

@@ -57,8 +57,8 @@ def find_obstacle(loop: InnerLoop) -> str | None:
         return f"norm {loop.norm} is applied to the state, so that it is no sum over chunks"
     for name, value in _PARALLEL.items():
         if getattr(loop, name) != value:
-            return f"it has {name} {value} alone, not {getattr(loop, name)}"
-    return "it has no rates per token alone" if loop.rate == "dynamic" else None
+            return f"the parallel form supports only {name} {value}, not {getattr(loop, name)}"
+    return "the parallel form has no rate for each token" if loop.rate == "dynamic" else None
 
 
 def choose_form(loop: InnerLoop, backend: str, device: torch.device) -> Form:

@@ -124,7 +124,8 @@ def require_sound(state: State, where: Path | str) -> None:
     """Refuse tensors that cannot be trained weights; `where` begins the error.
 
     Raises:
-        UserError: a dtype other than fp16, bf16, fp32, fp64 and integers, or values that are not finite.
+        UserError: a dtype other than fp16, bf16, fp32, fp64 and integers, a sparse tensor or one without values, or
+            values that are not finite.
     """
     for key, value in state.items():
         if value.dtype not in _DTYPES or value.layout is not torch.strided or value.is_meta:

@@ -13,7 +13,7 @@ from ..core.hashing import hash_file, hash_files, require_hash
 from ..core.paths import Paths
 from ..core.ranks import Ranks
 from ..core.record import read_json, read_record, require_writable, write_json, write_text
-from ..core.runtime import Runtime, choose_device, seed_everything
+from ..core.runtime import Runtime, choose_device, prepare_process, seed_everything
 from ..data.cells import DataCell, manifest_path, open_cell
 from ..tasks.spec import TaskSpec, name_statistic
 from ..training.params import InitParams, TrainParams
@@ -151,8 +151,7 @@ def build_job(cell: Cell, seed: int) -> Job:
         device = torch.device("cuda", ranks.local_rank)
     data = open_cell(cell.paths, runtime, params.data)
     datasets = spec.open_datasets(data, params, data.row.held_out if cell.reported else data.row.held_out[:1])
-    if runtime.threads:
-        torch.set_num_threads(runtime.threads)
+    prepare_process(runtime)
     verify_init(cell)
     seed_everything(seed)
     model, load_report = spec.build_model(params, datasets.classes, cell.init, cell.where)

@@ -16,7 +16,9 @@ import repro
 from repro.bench import speed
 from repro.bench.build import build_eval_model
 from repro.bench.memory import measure_peak_mib
-from repro.bench.speed import RowSpec, measure, median_interval
+from repro.bench.speed import RowSpec, measure
+from repro.core import runtime
+from repro.core.statistics import median_interval
 
 NANO = "vittt_nano_patch16_144"
 MIB = 2**18  # fp32 numbers
@@ -186,12 +188,13 @@ def test_rows_on_a_cpu_are_forked_from_one_process_which_has_imported_this_code(
     ],
 )
 def test_how_many_steps_are_run(monkeypatch, step_ms, first_ms, compiles, warmup, timed):
-    """By a timer of our own: `warmup` steps before the peak is reset, `timed` after it."""
-    elapsed, steps, warm_ups = itertools.chain([first_ms], itertools.repeat(step_ms)), [], []
+    """By a timer of our own: `warmup` steps, one for the peak, one with memory that is kept, and `timed` ones."""
+    elapsed, steps, before = itertools.chain([first_ms], itertools.repeat(step_ms)), [], []
     monkeypatch.setitem(speed.STEP_TIMERS, "cpu", lambda step: (step(), next(elapsed))[1])
-    monkeypatch.setattr(speed, "_reset_peak_rss", lambda: warm_ups.append(len(steps)) or "rss_peak")
+    monkeypatch.setattr(speed, "_reset_peak_rss", lambda: before.append(len(steps)) or "rss_peak")
+    monkeypatch.setattr(runtime, "keep_freed_memory", lambda: before.append(len(steps)))
     samples, _, method = speed._sample(lambda: steps.append(0), torch.device("cpu"), make_spec(compile=compiles), 0)
-    assert (warm_ups, len(steps)) == ([warmup], warmup + timed)
+    assert (before, len(steps)) == ([warmup, warmup + 1], warmup + 2 + timed)
     assert samples == [step_ms] * timed and method == "rss_peak"
 
 

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from kernels.ttt_linear.reference import Inner, ttt_linear_dual
 
+from ..identities import find_error
+
 EPS = 1e-6
 
 
@@ -164,14 +166,14 @@ def _measure(drawn: dict[str, Tensor], chunk_size: int) -> dict[str, float]:
     primal = {inner: learn_by_primal_form(*general, *state, chunk_size, inner) for inner in ("plain", "ln")}
     reconstructed = plain(x, x, x, W0, T)
     return {
-        "c1_linear_attention": _compare(plain(q, k, v, zero, T), attend_causally(q, k, v)),
-        "c2_delta_rule": _compare(plain(q, k, v, zero, 1), apply_delta_rule(q, k, v, zero)),
-        "c2_adapted_value_view": _compare(plain(q, k, v, zero, 1), attend_to_adapted_values(q, k, v, zero)),
-        "c2_adapted_value_view_any_w0": _compare(plain(q, k, v, W0, 1), attend_to_adapted_values(q, k, v, W0)),
-        "primal_plain": _compare(_run(*general, chunk_size=chunk_size, inner="plain"), primal["plain"]),
-        "primal_ln": _compare(_run(*general, *state, chunk_size=chunk_size, eps=EPS), primal["ln"]),
-        "a2_corrected": _compare(reconstructed, reconstruct(x, W0, 1.0, as_printed=False)),
-        "a2_printed": _compare(reconstruct(x, W0, 1.0, as_printed=True), reconstructed),
+        "c1_linear_attention": find_error(plain(q, k, v, zero, T), attend_causally(q, k, v)),
+        "c2_delta_rule": find_error(plain(q, k, v, zero, 1), apply_delta_rule(q, k, v, zero)),
+        "c2_adapted_value_view": find_error(plain(q, k, v, zero, 1), attend_to_adapted_values(q, k, v, zero)),
+        "c2_adapted_value_view_any_w0": find_error(plain(q, k, v, W0, 1), attend_to_adapted_values(q, k, v, W0)),
+        "primal_plain": find_error(_run(*general, chunk_size=chunk_size, inner="plain"), primal["plain"]),
+        "primal_ln": find_error(_run(*general, *state, chunk_size=chunk_size, eps=EPS), primal["ln"]),
+        "a2_corrected": find_error(reconstructed, reconstruct(x, W0, 1.0, as_printed=False)),
+        "a2_printed": find_error(reconstruct(x, W0, 1.0, as_printed=True), reconstructed),
     }
 
 
@@ -179,8 +181,3 @@ def _run(q: Tensor, k: Tensor, v: Tensor, lr: Tensor, scale: Tensor, *state: Ten
     """Run the reference on one sequence and one head, (T, d) -> (T, d)."""
     q, k, v, lr = (each[None, :, None] for each in (q, k, v, lr))
     return ttt_linear_dual(q, k, v, lr, scale, *(each[None] for each in state), **options)[0, :, 0]
-
-
-def _compare(found: Tensor, stated: Tensor) -> float:
-    """Return max |found − stated| / max |stated|."""
-    return ((found - stated).abs().max() / stated.abs().max()).item()

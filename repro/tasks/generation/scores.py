@@ -235,7 +235,7 @@ class Tally:
 
 
 def compare_tallies(drawn: Tally, real: Tally | None) -> dict[str, Any]:
-    """Compute the scores of drawn pictures, and those that compare them with real ones.
+    """Compute the scores of drawn pictures, and those that compare them with real ones, for a record of `generate`.
 
     Returns:
         `judged_percent` and `inception_score` of the drawn pictures, `real_judged_percent` of the real ones, and
