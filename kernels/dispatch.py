@@ -126,9 +126,7 @@ def compiler_obstacle() -> str | None:
 def triton_obstacle(device: torch.device, leading: str, load_triton: Load, sizes: tuple) -> str | None:
     """Return why an operator's Triton kernels cannot run on a device at these sizes, or None; see `choose_backend`."""
     triton_fwd, _ = load_triton()
-    from .triton_launch import INTERPRETED
-
-    if device.type != "cuda" and not (device.type == "cpu" and INTERPRETED):
+    if device.type != "cuda" and not (device.type == "cpu" and triton_fwd.INTERPRETED):
         return f"{leading} is on {device}, expected a CUDA device (or the CPU, with TRITON_INTERPRET=1 set before Triton is imported)"
     gpu = find_gpu(device)
     if gpu and (torch.version.hip is not None or (gpu.major, gpu.minor) < (8, 0)):

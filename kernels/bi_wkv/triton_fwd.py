@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..triton_launch import INTERPRETED as INTERPRETED  # callers find it here, as in any forward module
 from ..triton_launch import ceil_div, dtype_obstacle, launch
 from .reference import Arguments
 from .triton_blocks import (

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..triton_launch import INTERPRETED as INTERPRETED  # callers find it here, as in any forward module
 from ..triton_launch import ceil_div, direction_bits, dtype_obstacle, launch
 from ..triton_math import LOG2E, invert, sigmoid
 from .reference import Arguments

@@ -29,6 +29,7 @@ from ..dispatch import find_gpu
 from ..triton_launch import launch
 from . import triton_fwd
 from .reference import Arguments
+from .triton_fwd import INTERPRETED as INTERPRETED  # callers find it here, as in any forward module
 from .triton_fwd import alive, place, shared_arguments, start_state, states_shape, token_rows
 from .triton_fwd import unsupported as unsupported
 

@@ -22,7 +22,7 @@ from ..core.errors import RunError
 from ..core.paths import Paths
 from ..core.record import current_commit, installed_version
 from ..core.runtime import Runtime, choose_device, device_label, device_slug
-from ..core.statistics import median_interval
+from ..core.speeds import median_interval
 from ..core.unfinished import Unfinished, read_clock
 from ..models.fast_weights import LACT_STEPS, find_obstacle, learn
 from ..models.inner import InnerLoop

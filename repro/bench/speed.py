@@ -28,7 +28,7 @@ from typing import Any, Literal
 import repro
 
 from ..core.children import leave_with_parent
-from ..core.statistics import median_interval
+from ..core.speeds import median_interval
 
 SLOW_STEP_S = 2.0  # a model with a longer median step is timed over SLOW_STEPS steps only
 SLOW_STEPS = 3

@@ -1,5 +1,6 @@
-"""Combination of rows of speed: several processes of one measurement, host and device time, ratios of two rows."""
+"""Combination of rows of speed: several processes of one measurement, host and device time, ratios, medians."""
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -120,3 +121,18 @@ def _find_host(row: Row, rows: Sequence[Row]) -> str:
 def _count_work(row: Row) -> int:
     height, width = row["image_size"]
     return row["batch_size"] * height * width
+
+
+def median_interval(samples: list[float], confidence: float = 0.95) -> tuple[float, float] | None:
+    """Return the distribution-free confidence interval of the median: the k-th smallest and the k-th largest sample.
+
+    k is the largest number with 2·P(Binomial(n, 1/2) < k) <= 1 - confidence. For n = 10 these are the 2nd and the 9th
+    sample. The result is None if no pair of samples reaches the confidence, which for 95 % needs 6 samples.
+    """
+    n = len(samples)
+    tail, k = 0.0, 0
+    while k < n // 2 and 2 * (tail + math.comb(n, k) / 2**n) <= 1 - confidence:
+        tail += math.comb(n, k) / 2**n
+        k += 1
+    ordered = sorted(samples)
+    return (ordered[k - 1], ordered[n - k]) if k else None

@@ -1,4 +1,4 @@
-"""Statistics over seeds (mean, sample standard deviation, 95 % interval), of a share of images, and of a median."""
+"""Statistics over seeds (mean, sample standard deviation, 95 % interval), and the interval of a share of images."""
 
 import math
 import statistics
@@ -53,18 +53,3 @@ def share_interval(percent: float, trials: int) -> tuple[float, float]:
     z, p = statistics.NormalDist().inv_cdf((1 + 0.95) / 2), percent / 100
     middle, half = p + z**2 / (2 * trials), z * math.sqrt(p * (1 - p) / trials + (z / (2 * trials)) ** 2)
     return clip_share([100 * end / (1 + z**2 / trials) for end in (middle - half, middle + half)])
-
-
-def median_interval(samples: list[float], confidence: float = 0.95) -> tuple[float, float] | None:
-    """Return the distribution-free confidence interval of the median: the k-th smallest and the k-th largest sample.
-
-    k is the largest number with 2·P(Binomial(n, 1/2) < k) <= 1 - confidence. For n = 10 these are the 2nd and the 9th
-    sample. The result is None if no pair of samples reaches the confidence, which for 95 % needs 6 samples.
-    """
-    n = len(samples)
-    tail, k = 0.0, 0
-    while k < n // 2 and 2 * (tail + math.comb(n, k) / 2**n) <= 1 - confidence:
-        tail += math.comb(n, k) / 2**n
-        k += 1
-    ordered = sorted(samples)
-    return (ordered[k - 1], ordered[n - k]) if k else None

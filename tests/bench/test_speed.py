@@ -18,7 +18,7 @@ from repro.bench.build import build_eval_model
 from repro.bench.memory import measure_peak_mib
 from repro.bench.speed import RowSpec, measure
 from repro.core import runtime
-from repro.core.statistics import median_interval
+from repro.core.speeds import median_interval
 
 NANO = "vittt_nano_patch16_144"
 MIB = 2**18  # fp32 numbers
