@@ -11,15 +11,15 @@ from ..core.config import DEFAULT_PROFILE, find_profile, load_yaml
 from ..core.errors import UserError
 from ..core.record import read_json, write_json
 from ..core.runtime import RUN_BEGAN
-from ..core.speeds import COMMAND, HOST, describe_time
+from ..core.speeds import COMMAND, HOST, bound_ratio, describe_time
 from .claims import Report
-from .gallery import Speeds, find_all_speeds, find_speeds, picture_blocks
+from .gallery import COMPILED, Speeds, find_all_speeds, find_fastest, find_speeds, picture_blocks
 from .markdown import join, picture, strong, table
 from .paper import ATTENTIONS, Comparison, Question
 from .records import OUTSIDE, describe_origin, describe_seeds, group_by
 from .results import Results
 from .variants import judge_variants, list_unlike_machines
-from .verdicts import Status, Verdict, count_statuses, format_counts, format_ours, significant
+from .verdicts import Status, Verdict, count_statuses, format_counts, format_ours, format_ratio, significant
 
 PIPELINE_FILE = "pipeline.json"
 REPRODUCE = " reproduce"
@@ -85,7 +85,7 @@ def speed_blocks(report: Report) -> str:
     measured = find_all_speeds(comparison, report.results)
     if not measured:
         return f"{comparison.title}: not measured, `repro efficiency`."
-    return _compare_speeds(comparison, measured)
+    return join([_compare_speeds(comparison, measured), _compare_fastest(comparison, report.results)])
 
 
 def _find_own(question: Question, report: Report) -> list[Verdict]:
@@ -157,6 +157,28 @@ def _compare_speeds(comparison: Comparison, measured: Sequence[Speeds]) -> str:
     if not any(speeds.is_gpu for speeds in measured):
         said += " No GPU has measured both."
     return join([table(["measured on", "image", ours, *head], rows), said])
+
+
+def _compare_fastest(comparison: Comparison, results: Results) -> str:
+    """The fastest row of either side where one was measured in several ways; empty without such a place."""
+    rows = []
+    for device, batch_size, size, ours, theirs in find_fastest(comparison, results):
+        ways = {(row["dtype"], row.get("compile") or False) for row in (*ours, *theirs)}
+        if len(ways) > 1 and (ratio := bound_ratio(ours[0], theirs[0])):
+            name = f"{device.partition(': ')[2]}, batch {batch_size}"
+            shown = [f"{_format_row(row)} ({_name_way(row)})" for row in (ours[0], theirs[0])]
+            rows.append([name, f"{size}²", *shown, format_ratio(*ratio)])
+    if not rows:
+        return ""
+    (_, ours), (_, theirs) = comparison.ours, comparison.theirs
+    says = f"The fastest way of either side, among the ways in which it was measured there ({ours} against {theirs}):"
+    return join([says, table(["measured on", "image", ours, theirs, f"{ours}'s speed against it"], rows)])
+
+
+def _name_way(row: Mapping[str, Any]) -> str:
+    """The dtype, the attention and the compilation of a row, in words."""
+    attention = [f"{row['attention']} attention"] if row["attention"] else []
+    return ", ".join([row["dtype"], *attention, *([COMPILED[row["compile"]]] if row.get("compile") else [])])
 
 
 def _papers_table(reports: Sequence[Report]) -> str:

@@ -73,7 +73,7 @@ def _find_beside(name: str, results: Results) -> list[Source]:
     return [source for source in results.sources if source.path in beside]
 
 
-_COMPILED = {True: "`torch.compile`", "graphs": "CUDA graphs"}
+COMPILED = {True: "`torch.compile`", "graphs": "CUDA graphs"}
 _BACKENDS = {"numba": ["compiled loops"], "triton": ["compiled kernels"]}
 
 
@@ -128,7 +128,7 @@ class Speeds:
         said = []
         for (name, label), is_frozen in ((comparison.ours, comparison.frozen), (comparison.theirs, False)):
             row = next(row for (of, *_), row in self.rows.items() if of == name)
-            words = [*([_COMPILED[row["compile"]]] if row.get("compile") else []), *_BACKENDS.get(row["backend"], [])]
+            words = [*([COMPILED[row["compile"]]] if row.get("compile") else []), *_BACKENDS.get(row["backend"], [])]
             how = " and ".join([*words, *(["frozen weights"] if is_frozen else [])])
             said.append(f"{label} has {how}" if how else f"{label} is neither compiled nor frozen")
         return f"{', '.join(said)} ({self.group.device.partition(': ')[2]})"
@@ -201,6 +201,29 @@ def find_all_speeds(comparison: Comparison | None, results: Results) -> list[Spe
     both = [speeds for speeds in candidates.values() if {name for name, _, _ in speeds.rows} == names]
     kinds = group_by(both, lambda speeds: (speeds.is_gpu, speeds.group.batch_size))
     return [max(kinds[kind], key=partial(_rank, comparison)) for kind in sorted(kinds, reverse=True)]
+
+
+def find_fastest(
+    comparison: Comparison, results: Results
+) -> Iterator[tuple[str, int, int, list[Mapping[str, Any]], list[Mapping[str, Any]]]]:
+    """Find each side's rows of inference from the fastest to the slowest, of any dtype, attention and compilation.
+
+    Yields:
+        Device, batch size, image size, the model's rows, and the baseline's, where both sides have one. Times of the
+        host are left out: they say nothing of the device.
+    """
+    sides: dict[tuple[str, int, int], dict[str, list[Mapping[str, Any]]]] = {}
+    for group, rows in results.speed_rows.items():
+        for row, source in rows:
+            height, width = row["image_size"]
+            is_measured = group.mode.startswith("infer") and row["latency_ms"] and row["host"] != HOST
+            if is_measured and height == width and height in comparison.sizes:
+                place = sides.setdefault((group.device, group.batch_size, height), {})
+                place.setdefault(results.model_key(row, source.path), []).append(row)
+    for place in sorted(sides, key=lambda place: (place[0].startswith("cuda"), *place[1:]), reverse=True):
+        found = [sides[place].get(name, []) for name in (comparison.ours[0], comparison.theirs[0])]
+        if all(found):
+            yield *place, *(sorted(rows, key=lambda row: row["latency_ms"]) for rows in found)
 
 
 def _rank(comparison: Comparison, speeds: Speeds) -> tuple:

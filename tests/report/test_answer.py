@@ -76,6 +76,27 @@ def test_speed_is_said_for_us_and_against_us_with_its_device(checkout):
     assert "0.500× (0.167 to 1.50), 20 %" in row[3] and "0.250× (0.0833 to 0.750)" in row[4]
 
 
+def test_the_fastest_way_of_either_side_is_compared_where_there_are_several(checkout):
+    speeds(checkout)
+    assert "fastest way" not in speed_blocks(checkout.report())
+    speeds(
+        checkout,
+        path="compiled",
+        rows=[(DEIT, "fused", 1280, 2000.0, 210.0), (VITTT, None, 1280, 1500.0, 1.0)],
+        compile=True,
+    )
+    speeds(checkout, path="bf16", rows=[(DEIT, "fused", 224, 8.0, 40.0)], dtype="bf16")
+    # a range is from 0.9 to 1.1 of its median: 2 · 0.9 / 1.1 and 2 · 1.1 / 0.9
+    shown = speed_blocks(checkout.report()).split("\n\n")[-1]
+    name = "some processor, 2 threads, batch 1"
+    small = "8.00 ms, 40.0 MiB (bf16, fused attention)"
+    large = "2000 ms, 210 MiB (fp32, fused attention, `torch.compile`)"
+    assert read_rows(shown) == [
+        [name, "1280²", "1000 ms, 200 MiB (fp32)", large, "2.00× (1.64 to 2.44)"],
+        [name, "224²", "40.0 ms, 60.0 MiB (fp32)", small, "0.200× (0.164 to 0.244)"],
+    ]
+
+
 def test_the_record_with_most_rows_is_shown_and_among_equals_a_gpus(checkout):
     speeds(checkout, path="efficiency", rows=ROWS[:2])
     speeds(checkout)

@@ -56,17 +56,18 @@ def describe_models(report: Report) -> str:
 
 
 def estimate_gpu_hours(report: Report) -> str:
-    """Estimate the hours to train Vittt-T, S and B on ImageNet-1K by Appendix D, at `UTILISATION` of an H100's peak.
+    """Estimate the hours of an H100 to train Vittt-T, S and B on ImageNet-1K by Appendix D, at `UTILISATION` of its peak.
 
     A multiply-add is two operations, and the backward pass has twice those of the forward pass. Loading of data is
     assumed to cost nothing.
     """
     counted = [report.verdicts[f"table1.vittt_{size}.macs_g"].ours for size in "tsb"]
     if None in counted:
-        return "an unknown number of"
+        return "an unknown number of hours"
     macs_g = sum(map(float, counted))
     operations = 3 * 2e9 * macs_g * SAID[PAPER_HAS]["epochs"] * TRAIN_IMAGES
-    return f"{operations / (1e12 * PEAK_TFLOPS['H100'] * UTILISATION) / 3600:.0f}"
+    hours = operations / (1e12 * PEAK_TFLOPS["H100"] * UTILISATION) / 3600
+    return f"{hours:.0f} hours of an H100 at {100 * UTILISATION:.0f} % of its peak"
 
 
 def list_findings(report: Report) -> str:

@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from repro.core.config import load_yaml
 from repro.core.errors import UserError
 from repro.core.paths import Paths
 from repro.core.record import pack_hits, write_json
 from repro.papers.vision_ttt import photographs
 from repro.papers.vision_ttt.photographs import Model, bootstrap, bound_below, find_models, is_equal, judge_pairs
+from tests.conftest import ROOT
 
 IMAGES = 10_000
 SEEDS = range(5)
@@ -170,3 +172,9 @@ def test_the_forest_plot_has_a_row_for_each_pair(tmp_path, ledger_of_paper):
     assert [each.word for each in judged] == ["seen", "no verdict asked"] and judged[1].p is None
     file = photographs.draw_pairs(tmp_path / "pairs.png", judged, ledger_of_paper)
     assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_pages_name_the_epochs_and_the_size_of_the_registered_trainings():
+    profile = load_yaml(ROOT / "profiles/cifar10.yaml")["pretrain_seeds"]
+    settings = {(cell["epochs"], cell["transform"]["image_size"]) for cell in profile.values()}
+    assert settings == {(6, 32)}
