@@ -30,7 +30,7 @@ from kernels.dispatch import compute_dtype
 from . import fused_launches, fused_loops
 from .as_built import Built, are_as_built, built_conv, is_watched
 from .fused_launches import BlockWeights, LaunchConstants, Masks, arrange, arrange_taps, run_launches
-from .fused_loops import LoopConstants, run_loops
+from .fused_loops import PRODUCTS, LoopConstants, run_loops
 
 Grid = tuple[int, int]
 _LAUNCHES = LaunchConstants, run_launches, fused_launches.OPERATOR
@@ -125,8 +125,7 @@ def _find_kernels(block: Any, device: torch.device, dtype: torch.dtype) -> str |
         return None
     if mixer.step != "own" or mixer.backend not in ("auto", "triton", "numba") or not _is_as_built(block):
         return None
-    chosen = _choose_backend(mixer.backend, device, dtype, mixer.head_dim, mixer.built_chunk)
-    return None if chosen == "numba" and dtype != compute_dtype(dtype) else chosen
+    return _choose_backend(mixer.backend, device, dtype, mixer.head_dim, mixer.built_chunk)
 
 
 def _is_as_built(block: Any) -> bool:
@@ -273,11 +272,12 @@ def make_loop_constants(block: Any, tokens: int) -> LoopConstants:
     from kernels.ttt_linear import numba_path as learner
 
     mixer, mlp = block.mixer, block.mlp
+    wide = compute_dtype(mixer.in_proj.weight.dtype)
     in_weight, in_bias = _join_projections(mixer, ALIGNED)
     scale = mixer.scale_per_token(mixer.chunk_size or tokens) * (mixer.eta_base / mixer.head_dim)
     up_weight = torch.cat([mlp.fc1_g.weight, mlp.fc1_x.weight])
     up_bias = torch.cat([mlp.fc1_g.bias, mlp.fc1_x.bias])
-    W0, b0, *inner = (each.contiguous() for each in _state(mixer))
+    W0, b0, *inner = (each.to(wide).contiguous() for each in _state(mixer))
     convolutions = ((conv.weight[:, 0], conv.bias) for conv in (mixer.conv_k, mixer.conv_q))
     taps = learner.lay_taps(*(each for pair in convolutions for each in pair), (2, mixer.num_heads, mixer.head_dim))
     grid_taps = around.lay_grid_taps(block.dwconv.weight[:, 0])
@@ -286,7 +286,9 @@ def make_loop_constants(block: Any, tokens: int) -> LoopConstants:
     before, after = ((norm.weight, norm.bias) for norm in (block.norm1, mixer.post_norm))
     norm2, down = block.norm2, mlp.fc2
     read = *before, *after, mixer.out_proj.weight, norm2.weight, norm2.bias, down.weight, down.bias
-    return LoopConstants(*made, *read)
+    constants = LoopConstants(*made, *read)
+    widened = {name: each.to(wide) for name, each in constants._asdict().items() if name not in PRODUCTS}
+    return constants._replace(**widened)
 
 
 MAKERS = {LaunchConstants: make_constants, LoopConstants: make_loop_constants}

@@ -33,7 +33,8 @@ class LoopConstants(NamedTuple):
         out_weight: (D,D), of `out_proj`.
         down_weight, down_bias: (D,F) and (D,), of SwiGLU's `fc2`.
 
-    The norms are as the layers have them, (D,).
+    The norms are as the layers have them, (D,). The weights and biases of `PRODUCTS` have the model's dtype; what the
+    loops read has their compute dtype, which is fp32 for a model in bf16 or fp16.
     """
 
     in_weight: Tensor
@@ -58,20 +59,25 @@ class LoopConstants(NamedTuple):
     down_bias: Tensor
 
 
+PRODUCTS = "in_weight", "in_bias", "up_weight", "up_bias", "out_weight", "down_weight", "down_bias"
+
+
 def run_loops(tokens_BTD: Tensor, constants: list[Tensor], height: int, eps: list[float]) -> Tensor:
     """Compute a block for tokens (B,T,D) on a grid of `height` rows: (B,T,D).
 
     `constants` are the fields of `LoopConstants`; `eps` are those of norm1, the learner, post_norm and norm2. The
-    output projection and SwiGLU run on a few tokens at a time, so that the hidden units stay in the cache.
+    output projection and SwiGLU run on a few tokens at a time, so that the hidden units stay in the cache. In a model of
+    bf16 or fp16, the products alone have that dtype, and the stream within the block is in fp32.
     """
     from kernels.around import numba_path as around
     from kernels.ttt_linear import numba_path as learner
 
     known, (eps1, learner_eps, post_eps, eps2) = LoopConstants(*constants), eps
     (B, T, D), (_, H, _, d) = tokens_BTD.shape, known.state.shape
+    dtype, wide = known.in_weight.dtype, known.state.dtype
     norm1 = known.grid_taps, known.norm1_weight, known.norm1_bias
-    stream, x = around.run_conv_norm(tokens_BTD.contiguous(), *norm1, height, eps1).unbind(0)
-    projected = F.linear(x, known.in_weight, known.in_bias)
+    stream, x = around.run_conv_norm(tokens_BTD.to(wide).contiguous(), *norm1, height, eps1).unbind(0)
+    projected = F.linear(x.to(dtype), known.in_weight, known.in_bias).to(wide)
     gate, shared, v, rates, _ = projected.split([D, 2 * D, 2 * D, H, projected.shape[-1] - 5 * D - H], -1)
     shared, v = (lay_flat(each.unflatten(-1, (2, H, d))) for each in (shared, v))
     rate, state = torch.sigmoid(rates).contiguous(), (known.state, known.inner_weight, known.inner_bias)
@@ -80,11 +86,14 @@ def run_loops(tokens_BTD: Tensor, constants: list[Tensor], height: int, eps: lis
     z, _ = learner.run_learn(given, options, (B, T, 2, H, d), states_shape((B, T, 2, H, d), 1, False))
     y = around.run_gated_norm(z.flatten(3), gate, known.post_norm_weight, known.post_norm_bias, post_eps)
     for tokens, part in zip(stream.flatten(0, 1).split(_ROWS), y.flatten(0, 1).split(_ROWS), strict=True):
-        tokens.addmm_(part, known.out_weight.T)
-        x = F.layer_norm(tokens, (D,), known.norm2_weight, known.norm2_bias, eps2)
+        if dtype == wide:
+            tokens.addmm_(part, known.out_weight.T)
+        else:
+            tokens += F.linear(part.to(dtype), known.out_weight)
+        x = F.layer_norm(tokens, (D,), known.norm2_weight, known.norm2_bias, eps2).to(dtype)
         hidden, linear = F.linear(x, known.up_weight, known.up_bias).chunk(2, -1)
         tokens += F.linear(F.silu(hidden, inplace=True).mul_(linear), known.down_weight, known.down_bias)
-    return stream
+    return stream.to(tokens_BTD.dtype)
 
 
 def _measure(shapes: list[Any]) -> tuple[int, int, int]:

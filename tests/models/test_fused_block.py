@@ -1,6 +1,7 @@
 """A block of Vittt on a CPU is one operation of the same bits to everybody who watches; who looks inside gets its parts."""
 
 import contextlib
+import copy
 from unittest import mock
 
 import pytest
@@ -345,6 +346,22 @@ def compile_and_keep(model):
 
     torch.compiler.reset()
     return torch.compile(model, backend=keep, fullgraph=True), counts
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_loops_in_half_precision_are_no_further_from_fp64_than_the_plain_path(dtype, frozen):
+    """Only the products are in the model's dtype; all between them is in fp32."""
+    block, tokens = make_block().to(dtype), TOKENS.to(dtype)
+    stated = copy.deepcopy(block).double().forward_plainly(tokens.double(), GRID)
+    if frozen:
+        fused_block.freeze(block, 6)
+    with Seen() as seen:
+        out = block(tokens, GRID)
+    errors = [(found.double() - stated).norm() for found in (out, block.forward_plainly(tokens, GRID))]
+    assert seen.names == ["vision_ttt::vittt_block_loops"] and out.dtype == dtype
+    assert 0 < errors[0] <= errors[1]
 
 
 @pytest.mark.parametrize("frozen", [False, True])
