@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from timm.layers import set_fused_attn, use_fused_attn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..models.registry import build_model
 
@@ -40,22 +39,10 @@ def build_eval_model(
     """
     with fused_attention(fused):
         try:
-            is_meta = torch.device(device).type == "meta"
-            with torch.device(device), _SkipValues() if is_meta else contextlib.nullcontext():
+            with torch.device(device):
                 return build_model(name, img_size=image_size, **options).eval()
         except NotImplementedError:
             if torch.device(device).type != "meta":
                 raise
             # some constructors need values, which the meta device lacks (RegNet calls torch.unique): build on the CPU
             return build_model(name, img_size=image_size, **options).to("meta").eval()
-
-
-class _SkipValues(TorchDispatchMode):
-    """Skip operators that only write values, which tensors on the meta device lack: initial values are half of a build."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func._opname.endswith("_") and torch.Tag.inplace_view not in func.tags and args[0].is_meta:
-            return args[0]
-        return func(*args, **(kwargs or {}))
