@@ -140,7 +140,7 @@ def time_plain(probe: ProbeLines) -> None:
 def time_reduced(probe: ProbeLines) -> None:
     """Time inference under `torch.compile(mode="reduce-overhead")` at every corner but the first.
 
-    The first one is the largest image alone, where the host is hidden and a CUDA graph cannot show a gain.
+    The first one has the most work, behind which the host's time is hidden: a CUDA graph can gain nothing there.
     """
     import torch
 

@@ -162,9 +162,9 @@ def prepare_process(runtime: Runtime) -> None:
 def keep_freed_memory() -> None:
     """Make glibc's malloc reuse freed memory, large blocks included, instead of returning it to the system.
 
-    By default a tensor of more than a few MiB is mapped when it is made and unmapped when it is freed, and the kernel
-    clears each of its pages at the first write: a third of a small model's training step. Numbers stay the same, the
-    process keeps its peak memory. Without glibc nothing changes.
+    By default a tensor of many MiB is mapped when it is made and unmapped when it is freed, and the kernel clears each
+    of its pages at the first write. Numbers stay the same; the process keeps its peak memory. Without glibc nothing
+    changes.
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
