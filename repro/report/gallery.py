@@ -223,7 +223,20 @@ def find_fastest(
     for place in sorted(sides, key=lambda place: (place[0].startswith("cuda"), *place[1:]), reverse=True):
         found = [sides[place].get(name, []) for name in (comparison.ours[0], comparison.theirs[0])]
         if all(found):
-            yield *place, *(sorted(rows, key=lambda row: row["latency_ms"]) for rows in found)
+            yield *place, *(sorted(map(_keep_most, group_by(rows, _find_way).values()), key=_latency) for rows in found)
+
+
+def _find_way(row: Mapping[str, Any]) -> tuple:
+    return row["dtype"], row["attention"], row.get("compile")
+
+
+def _keep_most(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The row over most processes: the fastest of several would be chosen by chance."""
+    return max(rows, key=lambda row: row["processes"])
+
+
+def _latency(row: Mapping[str, Any]) -> float:
+    return row["latency_ms"]
 
 
 def _rank(comparison: Comparison, speeds: Speeds) -> tuple:
