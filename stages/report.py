@@ -2,7 +2,6 @@
 
 import importlib
 import re
-from functools import partial
 from typing import Annotated
 
 import typer
@@ -11,7 +10,7 @@ from repro.core.errors import RunError
 from repro.core.paths import Paths, find_root
 from repro.papers import load_papers
 
-from . import PURPOSES, Stage, list_graph, list_verbs, load_stages, stage_names, verb_of
+from . import PURPOSES, Stage, list_graph, list_verbs, load_stages, verb_of
 
 STAGE = Stage()
 
@@ -39,24 +38,21 @@ def report_on_papers(paths: Paths, *, html: bool = True, check: bool = False) ->
     """
     from repro.bench import campaign
     from repro.report import kernels
-    from repro.report.claims import judge_paper
     from repro.report.pages import find_outdated, write_report
     from repro.report.results import Results
 
     papers = list(load_papers().values())
     results = Results(paths, papers, load_scores())
-    verbs = [verb_of(name) for name in stage_names()]
-    judge = partial(judge_paper, verbs=verbs)
     passages = [
         ("README.md", "verbs", describe_verbs()),
-        ("docs/models.md", "families", describe_families()),
+        ("docs/models.md", "families", _describe_families()),
         *campaign.make_passages(paths),
         *kernels.make_passages(paths),
     ]
     if not check:
-        print(write_report(papers, results, judge, passages=passages, with_html=html))
+        print(write_report(papers, results, passages=passages, with_html=html))
         return
-    outdated = find_outdated(papers, results, judge, passages=passages)
+    outdated = find_outdated(papers, results, passages=passages)
     for name in outdated:
         print(f"report: {name}: not what the records and the ledger give")
     if outdated:
@@ -80,7 +76,7 @@ def describe_verbs() -> str:
     return "\n".join(["| purpose | `repro` ... |", "|---|---|", *lines])
 
 
-def describe_families() -> str:
+def _describe_families() -> str:
     """Tabulate the families with the sizes of their models, without nanos, and the first paragraph of each module."""
     import timm
 

@@ -13,7 +13,7 @@ from ..core.record import read_json, write_json
 from ..core.runtime import RUN_BEGAN
 from ..core.speeds import COMMAND, HOST, bound_ratio, describe_time
 from .claims import Report
-from .gallery import COMPILED, Speeds, find_all_speeds, find_fastest, find_speeds, picture_blocks
+from .gallery import COMPILED, Speeds, find_all_speeds, find_speeds, picture_blocks
 from .markdown import join, picture, strong, table
 from .paper import ATTENTIONS, Comparison, Question
 from .records import OUTSIDE, describe_origin, describe_seeds, group_by
@@ -22,8 +22,8 @@ from .variants import judge_variants, list_unlike_machines
 from .verdicts import Status, Verdict, count_statuses, format_counts, format_ours, format_ratio, significant
 
 PIPELINE_FILE = "pipeline.json"
-REPRODUCE = " reproduce"
-CLOSE = 0.05  # numbers that are off by no larger a share say how close they are
+_REPRODUCE = " reproduce"
+_CLOSE = 0.05  # numbers that are off by no larger a share say how close they are
 # statuses other than a match, in the words of a sentence
 _OUTCOMES = {
     Status.EXPLAINED: "do not, for a reason that is shown",
@@ -35,7 +35,7 @@ _OUTCOMES = {
     Status.NOT_MEASURED: "were not tested",
     Status.OUT_OF_SCOPE: "are out of scope",
 }
-Row = tuple[str, str, str, str]  # question, verdict, ours and its origin
+_Row = tuple[str, str, str, str]  # question, verdict, ours and its origin
 
 
 def lead_blocks(report: Report) -> str:
@@ -51,8 +51,12 @@ def lead_blocks(report: Report) -> str:
 def readme_blocks(reports: Sequence[Report]) -> dict[str, str]:
     """The blocks of README.md by the name of their markers; the primary paper's report comes first."""
     first, *_ = reports
-    blocks = {"verdict": speed_blocks(first)}
-    blocks["papers"] = join([_papers_table(reports), _count_open(reports)])
+    every = [verdict for report in reports for verdict in report.all]
+    unmeasured = count_statuses(every)[Status.NOT_MEASURED]
+    said = (
+        f"Of the {len(every):,} numbers and statements that the papers print, {unmeasured:,} have no counterpart here."
+    )
+    blocks = {"verdict": speed_blocks(first), "papers": join([_papers_table(reports), said])}
     pipeline = first.results.paths.results / PIPELINE_FILE
     took = _describe_pipeline(read_json(pipeline), first.results) if pipeline.is_file() else ""
     command = f"make reproduce   # every stage, on scans of digits with 8×8 pixels{took}"
@@ -88,38 +92,29 @@ def speed_blocks(report: Report) -> str:
     return join([_compare_speeds(comparison, measured), _compare_fastest(comparison, report.results)])
 
 
-def _find_own(question: Question, report: Report) -> list[Verdict]:
-    return [report.verdicts[name] for name in question.find(report.paper.ledger)]
-
-
-def _count_matches(own: Sequence[Verdict], how: str = "") -> str:
-    """The count of matches, and of agreements by a fitted convention where there are any."""
-    counts = count_statuses(own)
-    fitted = f", {counts[Status.FITTED]} agree by a fitted convention" if counts[Status.FITTED] else ""
-    return f"{counts[Status.MATCHED] + counts[Status.TRUNCATED]} of {len(own)} match{how}{fitted}"
-
-
 def judge_question(own: Sequence[Verdict]) -> tuple[str, str]:
     """Judge the entries of a question: the end of a sentence about them, and their numbers.
 
     Numbers that all lie close to the paper's say how close. Else `mostly` is three quarters or more, and less is a count
     of what holds, with all outcomes.
     """
-    counts, detail = count_statuses(own), _count_matches(own)
     if all(verdict.ours is None for verdict in own):
         return " were not tested", f"{len(own)} numbers"
-    good = counts[Status.MATCHED] + counts[Status.TRUNCATED]
+    counts = count_statuses(own)
+    good, fitted = counts[Status.MATCHED] + counts[Status.TRUNCATED], counts[Status.FITTED]
+    matching = f"{good} of {len(own)} match"
+    by_fit = f", {fitted} agree by a fitted convention" if fitted else ""
     if good == len(own):
-        return REPRODUCE, detail
-    if 2 * counts[Status.FITTED] > len(own):
-        return " agree only by a fitted convention", detail
-    if (deviations := measure_deviations(own)) and max(deviations) <= CLOSE:
+        return _REPRODUCE, matching + by_fit
+    if 2 * fitted > len(own):
+        return " agree only by a fitted convention", matching + by_fit
+    if (deviations := measure_deviations(own)) and max(deviations) <= _CLOSE:
         median = f"{len(deviations)} different ones, off by {100 * statistics.median(deviations):.1f} % in the median"
-        counted = _count_matches(own, " to the digit")
-        return f" agree within {100 * max(deviations):.1f} %", f"all {len(own)}; {median}; {counted}"
+        said = f"all {len(own)}; {median}; {matching} to the digit{by_fit}"
+        return f" agree within {100 * max(deviations):.1f} %", said
     outcomes = [f"{counts[status]} {words}" for status, words in _OUTCOMES.items() if counts[status]]
     if 4 * good >= 3 * len(own):
-        return " mostly reproduce", "; ".join([f"{good} of {len(own)} match", *outcomes])
+        return " mostly reproduce", "; ".join([matching, *outcomes])
     return f": {good} of {len(own)} hold", "; ".join(outcomes)
 
 
@@ -136,21 +131,20 @@ def measure_deviations(own: Sequence[Verdict]) -> list[float]:
 def _compare_speeds(comparison: Comparison, measured: Sequence[Speeds]) -> str:
     """A row for each device, batch and image size: time and memory of the model, and of the baseline with the ratios."""
     (our_model, ours), (their_model, theirs) = comparison.ours, comparison.theirs
-    rows, notes = [], []
+    rows = []
     for speeds in measured:
         name = f"{str(speeds.group).partition(': ')[2]}, commit {speeds.source.commit}{speeds.group.caveat}"
-        ratios, memory = speeds.find_ratios(comparison), speeds.find_memory(comparison)
         for size in sorted(comparison.sizes, reverse=True):
             row = [name, f"{size}²", _format_row(speeds.rows.get((our_model, None, size)))]
             for attention in ATTENTIONS:
-                against = ", ".join(filter(None, (each[attention].get(size) for each in (ratios, memory))))
+                found = speeds.find_ratio(attention, size), speeds.find_memory(attention, size)
+                against = ", ".join(filter(None, found))
                 shown = _format_row(speeds.rows.get((their_model, attention, size)))
                 row.append(f"{shown}: {against}" if against else shown)
             rows.append(row)
-        notes.append(speeds.describe_sides(comparison))
     head = [f"{theirs}, {attention} attention: {ours}'s speed and memory against it" for attention in ATTENTIONS]
     said = "In parentheses: the ratios of the ends of both rows' ranges over processes. "
-    said += f"{'; '.join(dict.fromkeys(notes))}."
+    said += f"{'; '.join(dict.fromkeys(speeds.describe_sides() for speeds in measured))}."
     if any(HOST in cell for row in rows for cell in row):
         grows = f"“{HOST}”: it does not grow with the work, so that it is of the processor that launches the kernels"
         said += f" {grows}, and says nothing of the GPU; `{COMMAND}` shows the GPU's."
@@ -160,25 +154,44 @@ def _compare_speeds(comparison: Comparison, measured: Sequence[Speeds]) -> str:
 
 
 def _compare_fastest(comparison: Comparison, results: Results) -> str:
-    """The fastest row of either side where one was measured in several ways; empty without such a place."""
+    """The fastest row of either side, of any dtype, attention and compilation, where one was measured in several ways;
+    empty without such a place. Times of the host are left out: they say nothing of the device.
+    """
+    (our_model, ours), (their_model, theirs) = comparison.ours, comparison.theirs
+    sides: dict[tuple[str, int, int], dict[str, list[Mapping[str, Any]]]] = {}
+    for group, measured in results.speed_rows.items():
+        for row, source in measured:
+            height, width = row["image_size"]
+            is_measured = group.mode.startswith("infer") and row["latency_ms"] and row["host"] != HOST
+            if is_measured and height == width and height in comparison.sizes:
+                place = sides.setdefault((group.device, group.batch_size, height), {})
+                place.setdefault(results.model_key(row, source.path), []).append(row)
     rows = []
-    for device, batch_size, size, ours, theirs in find_fastest(comparison, results):
-        ways = {(row["dtype"], row.get("compile") or False) for row in (*ours, *theirs)}
-        if len(ways) > 1 and (ratio := bound_ratio(ours[0], theirs[0])):
-            name = f"{device.partition(': ')[2]}, batch {batch_size}"
-            shown = [f"{_format_row(row)} ({_name_way(row)})" for row in (ours[0], theirs[0])]
-            rows.append([name, f"{size}²", *shown, format_ratio(*ratio)])
+    for place in sorted(sides, key=lambda place: (place[0].startswith("cuda"), *place[1:]), reverse=True):
+        device, batch_size, size = place
+        both = [sides[place].get(name, []) for name in (our_model, their_model)]
+        ways = {(row["dtype"], row.get("compile") or False) for own in both for row in own}
+        fastest = [_find_fastest(own) for own in both if own]
+        if len(fastest) == 2 and len(ways) > 1 and (ratio := bound_ratio(*fastest)):
+            shown = [f"{_format_row(row)} ({_name_way(row)})" for row in fastest]
+            rows.append([f"{device.partition(': ')[2]}, batch {batch_size}", f"{size}²", *shown, format_ratio(*ratio)])
     if not rows:
         return ""
-    (_, ours), (_, theirs) = comparison.ours, comparison.theirs
     says = f"The fastest way of either side, among the ways in which it was measured there ({ours} against {theirs}):"
     return join([says, table(["measured on", "image", ours, theirs, f"{ours}'s speed against it"], rows)])
 
 
+def _find_fastest(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The fastest row, where each way stands by its row over most processes: else chance would choose among several."""
+    ways = group_by(rows, lambda row: (row["dtype"], row["attention"], row.get("compile"))).values()
+    pooled = [max(alike, key=lambda row: row["processes"]) for alike in ways]
+    return min(pooled, key=lambda row: row["latency_ms"])
+
+
 def _name_way(row: Mapping[str, Any]) -> str:
     """The dtype, the attention and the compilation of a row, in words."""
-    attention = [f"{row['attention']} attention"] if row["attention"] else []
-    return ", ".join([row["dtype"], *attention, *([COMPILED[row["compile"]]] if row.get("compile") else [])])
+    attention = row["attention"] and f"{row['attention']} attention"
+    return ", ".join(filter(None, [row["dtype"], attention, COMPILED.get(row.get("compile"))]))
 
 
 def _papers_table(reports: Sequence[Report]) -> str:
@@ -186,21 +199,12 @@ def _papers_table(reports: Sequence[Report]) -> str:
     rows = []
     for report in reports:
         asked = [each for each in report.paper.questions if each.says]
-        said = group_by(asked, lambda question: judge_question(_find_own(question, report))[0])
+        said = group_by(asked, lambda question: judge_question(report.select(question))[0])
         words = "; ".join(f"{' and '.join(each.says for each in own)}{verb}" for verb, own in said.items())
         file, source = report.paper.page, report.paper.read_from
         name = f"{report.paper.name}, read from {source}" if source else report.paper.name
         rows.append([name, words, f"[{file.rpartition('/')[2]}]({file})"])
     return table(["paper", "verdict", "page"], rows)
-
-
-def _count_open(reports: Sequence[Report]) -> str:
-    """The number of entries of all papers without a counterpart."""
-    every = [verdict for report in reports for verdict in report.all]
-    unmeasured = count_statuses(every)[Status.NOT_MEASURED]
-    return (
-        f"Of the {len(every):,} numbers and statements that the papers print, {unmeasured:,} have no counterpart here."
-    )
 
 
 def note_pipeline(results: Results) -> None:
@@ -235,11 +239,11 @@ def note_pipeline(results: Results) -> None:
     write_json(file, {"seconds": round(seconds), "jobs": int(jobs), "commits": commits, "stages": stages})
 
 
-def _answer(question: Question, report: Report) -> Row:
+def _answer(question: Question, report: Report) -> _Row:
     """The answer to a question: its verdict, our numbers next to the paper's, and their origin."""
-    own = _find_own(question, report)
+    own = report.select(question)
     verb, text = judge_question(own)
-    why = f": {question.why}" if question.why and verb != REPRODUCE else ""
+    why = f": {question.why}" if question.why and verb != _REPRODUCE else ""
     but = f", after {report.paper.parts[question.but](report)}" if question.but else ""
     paths = {path for verdict in own for path in verdict.sources}
     sources = [source for source in report.results.sources if source.path in paths]
@@ -258,9 +262,9 @@ def _answer(question: Question, report: Report) -> Row:
     return question.label, f"{verdict}{but}{why}", text, origin
 
 
-def _orderings(report: Report) -> list[Row]:
+def _orderings(report: Report) -> list[_Row]:
     """Counts of the paper's ordered pairs that are seen, by data set and choice of rates; the most seeds of each."""
-    rows: list[Row] = []
+    rows = []
     judged = judge_variants(report)
     for (data, rates), alike in group_by(judged, lambda each: (each[0].common["data"], each[0].rates)).items():
         best = {place: of[0] for place, of in group_by(alike, lambda each: each[1].place).items()}
@@ -277,7 +281,7 @@ def _comparison_picture(report: Report) -> str:
     if (speeds := find_speeds(comparison, report.results)) is None:
         return ""
     text = f"{comparison.title}: time and peak memory over the image size. {speeds.scope} ("
-    crossings = speeds.describe_crossings(comparison)
+    crossings = speeds.describe_crossings()
     end = ")." if speeds.source.stage else f", {OUTSIDE})."
     caption = f"{text}`{speeds.source.path}`{end} {crossings}".rstrip()
     return join([picture(f"figures/{comparison.picture}", comparison.title), caption])

@@ -4,17 +4,19 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from fnmatch import fnmatchcase
 from fractions import Fraction
 from typing import Any
 
 from .arithmetic import FUNCTIONS, Number, agreement, decimals, near
 from .expressions import Expression
 from .ledger import CHOSEN_BY_ROW, Entry, Relation
-from .paper import Paper
+from .paper import Paper, Question
 from .results import Choose, Missing, Results, SpeedGroup
 from .verdicts import OPEN, Elsewhere, Status, Verdict, significant
 
 _SPEEDS = {"fps", "memory_mib"}
+_SPEED_DTYPE = "fp16"  # of our rows on the paper's device that stand for the paper's, which names none
 _FITTED = {"macs_g_paper_convention"}  # counts by a convention that was fitted to the paper's own rows
 
 
@@ -33,15 +35,15 @@ class Report:
     def all(self) -> list[Verdict]:
         return list(self.verdicts.values())
 
+    def select(self, question: Question) -> list[Verdict]:
+        """The verdicts on a question's entries, in the ledger's order."""
+        names = [name for name in self.verdicts if any(fnmatchcase(name, pattern) for pattern in question.entries)]
+        return [self.verdicts[name] for name in names]
 
-def judge_paper(paper: Paper, results: Results, *, speed_dtype: str = "fp16", verbs: Sequence[str]) -> Report:
-    """Judge every entry of a paper's ledger.
 
-    Args:
-        speed_dtype: the precision in which our rows on the paper's device stand for the paper's, which names none.
-        verbs: the verbs of the command line. A command with another verb is marked as not built yet.
-    """
-    judge = _Judge(paper, results, speed_dtype, verbs)
+def judge_paper(paper: Paper, results: Results) -> Report:
+    """Judge every entry of a paper's ledger."""
+    judge = _Judge(paper, results)
     verdicts = {entry.id: judge.judge(entry) for entry in paper.ledger.entries.values()}
     return Report(paper=paper, results=results, verdicts=verdicts, plain=judge.plain)
 
@@ -51,18 +53,17 @@ def _calls(entry: Entry, functions: Set[str]) -> bool:
 
 
 class _Judge:
-    def __init__(self, paper: Paper, results: Results, speed_dtype: str, verbs: Sequence[str]):
-        self.paper, self.ledger, self.results, self.verbs = paper, paper.ledger, results, verbs
-        self.entries = paper.ledger.entries
+    def __init__(self, paper: Paper, results: Results):
+        self.paper, self.results = paper, results
+        self.ledger, self.entries = paper.ledger, paper.ledger.entries
         inference = [group for group in results.speed_rows if group.mode == "infer"]
         device, batch = paper.ledger.paper.speed_device, paper.ledger.paper.speed_batch
-        on_device = (each for each in inference if device in each.device)
-        fitting = (each for each in on_device if (str(each.batch_size), each.dtype) == (batch, speed_dtype))
-        self.paper_group = next(fitting, None)
+        fitting = [each for each in inference if (str(each.batch_size), each.dtype) == (batch, _SPEED_DTYPE)]
+        self.paper_group = next((each for each in fitting if device in each.device), None)
         self.other_groups = [group for group in inference if group != self.paper_group]
         missing = f"the paper does not say at which batch it measured on its {device}", "none"
         if batch:
-            reason = f"no rows of one {device} at batch {batch}, as in the paper ({speed_dtype})"
+            reason = f"no rows of one {device} at batch {batch}, as in the paper ({_SPEED_DTYPE})"
             missing = reason, f"repro efficiency  # on one {device}"
         self.plain: dict[str, bool] = {}
         self.formulas = paper.formulas() | {
@@ -93,7 +94,7 @@ class _Judge:
             reason, command = missing.args
             status = Status.INCONSISTENT if evidence else Status.NOT_MEASURED
             found |= {"elsewhere": tuple(self._elsewhere(entry))}
-            return Verdict(**found, status=status, reason=reason, command=self._known(command))
+            return Verdict(**found, status=status, reason=reason, command=command)
         found["sources"] = tuple(sorted(self.results.used))
         how, delta = ("holds" if ours else None), None
         if entry.printed is not None:
@@ -182,8 +183,10 @@ class _Judge:
         """Tell whether operands that round or truncate to the printed ones can satisfy it, tried at their extremes."""
         printed = {name: self.entries[name].printed for name in expression.references}
         for shifts in itertools.product((Fraction(-1, 2), 1 - Fraction(1, 10**9)), repeat=len(printed)):
-            units = (shift / 10 ** decimals(digits) for shift, digits in zip(shifts, printed.values(), strict=True))
-            moved = {name: Fraction(printed[name]) + unit for name, unit in zip(printed, units, strict=True)}
+            moved = {
+                name: Fraction(digits) + shift / 10 ** decimals(digits)
+                for (name, digits), shift in zip(printed.items(), shifts, strict=True)
+            }
             if moved and satisfies(self._of_paper(expression, moved)):
                 return True
         return False
@@ -253,12 +256,6 @@ class _Judge:
             at = dict(zip(intervals, ends, strict=True))
             values.append(self._evaluate_ours(part, group, attention, lambda row, speed, ends, at=at: at[row]))
         return values
-
-    def _known(self, command: str) -> str:
-        words = command.split()
-        if words[:1] != ["repro"] or words[1] in self.verbs:
-            return command
-        return f"{command.partition('  #')[0]}  # not built yet"
 
 
 def _raise_missing(reason: str, command: str) -> Callable:

@@ -1,17 +1,15 @@
 """The comparison of a paper with ours: counts, tables, claims, contradictions, and missing numbers."""
 
 import itertools
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import PurePosixPath
 
 from .claims import Report
 from .ledger import Claim, Entry
-from .markdown import code, join, make_anchor, number, strong, table
+from .markdown import code, join, number, strong, table
 from .records import group_by
 from .verdicts import (
     KIND_MEANINGS,
-    LEGEND,
     STATUSES,
     Elsewhere,
     Status,
@@ -22,9 +20,15 @@ from .verdicts import (
     status_line,
 )
 
-CONTRADICTIONS = "Where the paper contradicts itself"
-DIFFERENCES = "Why ours differs"
-ELSEWHERE = "On other devices than the paper's"
+# the meanings of the marks on a page; statuses without a difference to the reader share a mark
+_LEGEND = {
+    "✓": "ours is the paper's number, rounded to its printed digits or cut off at them",
+    "≈": "ours agrees, and is no evidence: a convention that was fitted to such rows, or a setting that was copied from the paper",
+    "≠": "ours is another number, and ours − paper is in parentheses; with ᵉ, a computation or a source shows why",
+    "⚠": "the paper contradicts itself, and no rounding explains it",
+    "–": "not measured, or nobody can have measured it as described; the page says why",
+    "○": "out of scope: it needs a model of another field than vision",
+}
 _EVIDENCE = ["where", "it prints", "but"]
 # function of a ledger -> how it counts a model as it is classified, with its head
 _COUNTED = {
@@ -41,28 +45,25 @@ def find_claims_files(report: Report) -> str:
 
 
 def list_marks(_: Report) -> str:
-    return table(["mark", "what it means"], LEGEND.items())
+    return table(["mark", "what it means"], _LEGEND.items())
 
 
 def count_ways(report: Report) -> str:
     """Count the paper's entries that are reproduced here, that need its data and GPUs, and the rest."""
     graph = {source.path for source in report.results.sources if source.stage is not None}
-
-    def find_way(verdict: Verdict) -> int:
-        if verdict.ours is not None:
-            return 0 if graph.issuperset(verdict.sources) else 1
-        return 3 if verdict.command is None or _is_remark(verdict.command) else 2
-
+    measured = [verdict for verdict in report.all if verdict.ours is not None]
+    by_default = sum(graph.issuperset(verdict.sources) for verdict in measured)
+    others = [verdict for verdict in report.all if verdict.ours is None]
+    by_command = sum(verdict.command is not None and not _is_remark(verdict.command) for verdict in others)
     plan = "`repro plan --profile paper` says the hours and the memory of GPUs"
-    said = {
-        "made again by the default run": "`make reproduce`",
-        "made again by runs outside the pipeline": "`make measure-cpu`, in hours",
-        "can be made again with the papers' data and GPUs": f"the commands under “Not measured, and why”; {plan}",
-        "known from the paper alone": "–",
-    }
-    counts = Counter(map(find_way, report.all))
-    rows = [[way, number(counts[place]), how] for place, (way, how) in enumerate(said.items()) if counts[place]]
-    return table(["the paper's numbers and statements", "", "how"], rows)
+    commands = f"the commands under “Not measured, and why”; {plan}"
+    rows = [
+        ["made again by the default run", by_default, "`make reproduce`"],
+        ["made again by runs outside the pipeline", len(measured) - by_default, "`make measure-cpu`, in hours"],
+        ["can be made again with the papers' data and GPUs", by_command, commands],
+        ["known from the paper alone", len(others) - by_command, "–"],
+    ]
+    return table(["the paper's numbers and statements", "", "how"], [row for row in rows if row[1]])
 
 
 def describe_speed_rule(report: Report) -> str:
@@ -96,13 +97,13 @@ def count_relations(report: Report, what: str) -> int:
 
 
 def list_headlines(report: Report) -> str:
-    chosen = [claim for claim in report.paper.ledger.claims if _is_headline(claim, report)]
-    return _claim_table(chosen, report, with_reasons=True) if report.paper.headlines else ""
+    """The claims that the paper's declaration puts first, with reasons; empty where it names none."""
+    return _claim_table(report, are_headlines=True) if report.paper.headlines else ""
 
 
 def list_tables(report: Report) -> str:
     """Every table of the paper, each number with ours."""
-    sections: list[str] = []
+    sections = []
     for about in report.paper.ledger.tables:
         header = ["", *(f"{column.label} ({column.unit})" for column in about.columns.values())]
         records = about.records
@@ -127,49 +128,46 @@ def shared_counts(reports: Sequence[Report]) -> str:
             calls = expression.calls if expression and verdict.entry.kind == "count" else ()
             if len(calls) == 1 and calls[0].name in _COUNTED:
                 what = "parameters (M)" if calls[0].name == "params_m" else "FLOPs (G)"
-                found.setdefault((str(calls[0].args[0]), what), {}).setdefault(report.paper.id, verdict)
+                found.setdefault((str(calls[0].args[0]), what), {}).setdefault(report.paper.name, verdict)
     shared = {key: own for key, own in found.items() if len(own) > 1}
-    seen = {key: {(each.entry.printed, each.status) for each in own.values()} for key, own in shared.items()}
-    unlike = {key: own for key, own in shared.items() if len(seen[key]) > 1}
     if not shared:
         return ""
-    judging = [report.paper for report in reports if any(report.paper.id in own for own in unlike.values())]
+    unlike = {}
+    for key, own in shared.items():
+        if len({(each.entry.printed, each.status) for each in own.values()}) > 1:
+            unlike[key] = own
+    papers = [report.paper.name for report in reports if any(report.paper.name in own for own in unlike.values())]
     rows = []
     for (model, what), own in unlike.items():
-        ways = {p.name: _COUNTED[own[p.id].entry.ours.calls[0].name] for p in judging if p.id in own}
-        way = "; ".join(f"{name}: {each}" for name, each in ways.items())
-        counted = way if len({*ways.values()}) > 1 else next(iter(ways.values()))
-        rows.append([code(model), what, *(_compare(own[p.id]) if p.id in own else "–" for p in judging), counted])
+        ways = {name: _COUNTED[verdict.entry.ours.calls[0].name] for name, verdict in own.items()}
+        counted, *others = dict.fromkeys(ways.values())
+        if others:
+            counted = "; ".join(f"{name}: {way}" for name, way in ways.items())
+        rows.append([code(model), what, *(_compare(own[name]) if name in own else "–" for name in papers), counted])
     alike = len(shared) - len(unlike)
     text = f"{len(shared)} counts are printed by two papers or more. Ours come from one record, and are of the whole "
     text += f"classifier at the image size after the @. {alike} have one number and one verdict; the others:"
-    header = ["model", "count", *(p.name for p in judging), "how ours is counted"]
+    header = ["model", "count", *papers, "how ours is counted"]
     return join(["## Counts that several papers print", text, table(header, rows)])
 
 
 def list_claims(report: Report) -> str:
     """The claims of the text that are no headlines."""
-    return _claim_table([claim for claim in report.paper.ledger.claims if not _is_headline(claim, report)], report)
+    return _claim_table(report, are_headlines=False)
 
 
 def list_contradictions(report: Report) -> str:
     """A table of contradictions with their evidence; entries with the same number and the same evidence share a row."""
-    return table(_EVIDENCE, [_evidence_row(_prints(own[-1].entry), own) for own in _group_contradictions(report)])
-
-
-def _group_contradictions(report: Report) -> Iterable[Sequence[Verdict]]:
     own = _find_status(report, Status.INCONSISTENT)
-    return group_by(own, lambda each: (each.entry.printed or each.entry.id, each.entry.unit, each.evidence)).values()
-
-
-def _group_unmeasurable(report: Report) -> Iterable[Sequence[Verdict]]:
-    return group_by(_find_status(report, Status.NOT_MEASURABLE), lambda each: each.evidence).values()
+    groups = group_by(own, lambda each: (each.entry.printed or each.entry.id, each.entry.unit, each.evidence))
+    return table(_EVIDENCE, [_evidence_row(_prints(alike[-1].entry), alike) for alike in groups.values()])
 
 
 def list_differences(report: Report) -> str:
     """Every number of ours that differs, with the reason; entries of one reason share a row."""
-    differing = (each for each in report.all if each.compared in (Status.EXPLAINED, Status.UNEXPLAINED))
-    groups = group_by((each for each in differing if each.status != Status.INCONSISTENT), lambda each: each.explanation)
+    # a contradiction of the paper has a place of its own
+    differing = [each for each in report.all if each.status in (Status.EXPLAINED, Status.UNEXPLAINED)]
+    groups = group_by(differing, lambda each: each.explanation)
     rows = []
     for why, own in sorted(groups.items(), key=lambda item: not item[0]):
         shown = "; ".join(f"{each.entry.printed or each.entry.says} → {format_ours(each)}" for each in own)
@@ -179,7 +177,7 @@ def list_differences(report: Report) -> str:
 
 def not_measurable(report: Report) -> str:
     """A table of numbers that cannot have been measured as described; empty without such entries."""
-    groups = _group_unmeasurable(report)
+    groups = group_by(_find_status(report, Status.NOT_MEASURABLE), lambda each: each.evidence).values()
     rows = [_evidence_row("; ".join(_prints(each.entry) for each in alike), alike) for alike in groups]
     return join(["## Not measurable as described", table(_EVIDENCE, rows)]) if rows else ""
 
@@ -198,9 +196,13 @@ def list_unmeasured(report: Report) -> str:
     own = _find_status(report, Status.NOT_MEASURED)
     # numbers that no command would measure are apart
     groups = group_by(own, lambda each: (each.reason, _is_remark(each.command)))
-    ranked = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
-    commands = [_first_command([each.command for each in alike], report) for _, alike in ranked]
-    rows = [[number(len(of)), reason, how] for ((reason, _), of), how in zip(ranked, commands, strict=True)]
+    rows = []
+    for (reason, _), alike in sorted(groups.items(), key=lambda item: (-len(item[1]), item[0])):
+        first, *more = dict.fromkeys(each.command for each in alike)
+        shown = first if _is_remark(first) else code(first)
+        if more:
+            shown += f" (and {len(more)} more, in {PurePosixPath(report.paper.claims_file).name})"
+        rows.append([number(len(alike)), reason, shown])
     return table(["entries", "reason", "what would measure it"], rows)
 
 
@@ -212,29 +214,31 @@ def _compare(verdict: Verdict) -> str:
     return f"{printed}{'' if verdict.evidence else '→ '}{verdict.status.mark}"
 
 
-def _is_headline(claim: Claim, report: Report) -> bool:
-    """True for a claim that is shown first, or repeats one of these."""
-    alike = (each for each in report.paper.ledger.claims if each.says == claim.says)
-    return any(entry.id.startswith(report.paper.headlines) for each in alike for entry in each.entries)
-
-
-def _claim_table(claims: Iterable[Claim], report: Report, *, with_reasons: bool = False) -> str:
-    """A row for each claim; a claim that the paper repeats in the same words, with the same result, shares it."""
+def _claim_table(report: Report, *, are_headlines: bool) -> str:
+    """A row for each claim that is a headline, or repeats one, with reasons; or for each other claim. A claim that the
+    paper repeats in the same words, with the same result, shares its row.
+    """
+    claims = report.paper.ledger.claims
+    entries = [(claim.says, entry) for claim in claims for entry in claim.entries]
+    headlines = {says for says, entry in entries if entry.id.startswith(report.paper.headlines)}
+    chosen = [claim for claim in claims if (claim.says in headlines) == are_headlines]
 
     def show(claim: Claim) -> tuple[str, str, str, str]:
         own = [report.verdicts[entry.id] for entry in claim.entries]
-        notes = [f"[elsewhere](#{make_anchor(ELSEWHERE)})"] if any(each.elsewhere for each in own) else []
-        if with_reasons:
+        notes = ["[elsewhere](#on-other-devices-than-the-papers)"] if any(each.elsewhere for each in own) else []
+        if are_headlines:
             notes += [each.reason for each in own if each.status == Status.NOT_MEASURED and each.reason]
             if any(each.status == Status.INCONSISTENT for each in own):
-                notes.append(f"[⚠ why](#{make_anchor(CONTRADICTIONS)})")
+                notes.append("[⚠ why](#where-the-paper-contradicts-itself)")
             if any(each.compared in (Status.EXPLAINED, Status.UNEXPLAINED) for each in own):
-                notes.append(f"[≠ why](#{make_anchor(DIFFERENCES)})")
+                notes.append("[≠ why](#why-ours-differs)")
             notes += [each.evidence for each in own if each.status == Status.NOT_MEASURABLE and each.evidence]
-        ours, statuses = (_merge(list(map(write, own))) for write in (format_ours, status_line))
+        # one text where all are the same, else all of them in order
+        texts = [[write(each) for each in own] for write in (format_ours, status_line)]
+        ours, statuses = (" / ".join(of[:1] if len(set(of)) == 1 else of) for of in texts)
         return claim.says, ours, statuses, "; ".join(dict.fromkeys(notes))
 
-    places = {row: dict.fromkeys(claim.place for claim in alike) for row, alike in group_by(claims, show).items()}
+    places = {row: dict.fromkeys(claim.place for claim in alike) for row, alike in group_by(chosen, show).items()}
     rows = [[", ".join(of_row), *row] for row, of_row in places.items()]
     return table(["where", "the paper says", "ours", "status", "note"], rows)
 
@@ -256,11 +260,6 @@ def list_elsewhere(report: Report) -> str:
     return table(header, rows) if rows else ""
 
 
-def _merge(texts: Sequence[str]) -> str:
-    """One text where all are the same, else all of them in order."""
-    return texts[0] if len(set(texts)) == 1 else " / ".join(texts)
-
-
 def _key(claim: Claim, verdict: Verdict) -> str:
     """A prefix that distinguishes the numbers of a claim, e.g. `T `."""
     return f"{verdict.entry.id.removeprefix(claim.id + '_').upper()} " if len(claim.entries) > 1 else ""
@@ -271,13 +270,6 @@ def _prints(entry: Entry) -> str:
         return entry.says
     printed = f"{entry.printed} {entry.unit}".strip()
     return printed if entry.id.startswith("table") else f"{strong(printed)}: {entry.says}"
-
-
-def _first_command(commands: Iterable[str], report: Report) -> str:
-    first, *more = dict.fromkeys(commands)
-    shown = first if _is_remark(first) else code(first)
-    file = PurePosixPath(report.paper.claims_file).name
-    return f"{shown} (and {len(more)} more, in {file})" if more else shown
 
 
 def _is_remark(command: str) -> bool:

@@ -24,14 +24,14 @@ from .records import (
 )
 from .results import Missing, Results
 
-AHEAD, BEHIND, UNDECIDED = "ahead of it", "behind it", "not separated from it"
-Runs = dict[tuple[str, str, str], list[Source]]
+_AHEAD, _BEHIND, _UNDECIDED = "ahead of it", "behind it", "not separated from it"
+_Runs = dict[tuple[str, str, str], list[Source]]
 _LINES = {"pretrained": "-", "random": "--"}  # by the first weights
 
 
-def find_compared_runs(results: Results) -> Runs:
+def _find_compared_runs(results: Results) -> _Runs:
     """(stage, data set, scores without learning as text) -> the records that have these scores next to their own."""
-    runs: Runs = {}
+    runs: _Runs = {}
     for source in results.score_sources:
         m = source.metrics
         if reference := m.get("without_learning"):
@@ -41,7 +41,7 @@ def find_compared_runs(results: Results) -> Runs:
     return runs
 
 
-def name_first_weights(source: Source) -> str:
+def _name_first_weights(source: Source) -> str:
     """`pretrained` or `random`, by a training's initial weights."""
     return "pretrained" if source.metrics.get("init") else "random"
 
@@ -49,10 +49,10 @@ def name_first_weights(source: Source) -> str:
 def compare_without_learning(report: Report) -> str:
     """A table of the runs on embedded data against a method that learns nothing, by score."""
     results = report.results
-    runs = find_compared_runs(results)
+    runs = _find_compared_runs(results)
     if not runs:
         raise Missing("nothing is recorded yet", "repro detect")
-    blocks: list[str] = []
+    blocks = []
     for (stage, data, _), own in runs.items():
         labels = results.scores[stage]
         reference = own[0].metrics["without_learning"]
@@ -62,7 +62,7 @@ def compare_without_learning(report: Report) -> str:
             counts = (number(count, ".0f") for count in (m["epochs"], source.most_seeds, m["held_out_images"]))
             scores = (format_scores(m, {key: ""}, 1) for key in labels)
             origin = describe_origin([source])
-            rows.append([_name(source), name_first_weights(source), *counts, *scores, origin])
+            rows.append([code(source.place), _name_first_weights(source), *counts, *scores, origin])
         rows.append(["without learning", *["–"] * 4, *(format_scores(reference, {key: ""}, 1) for key in labels), "–"])
         header = [f"{stage}, {data}", "first weights", "epochs", "seeds", "held-out images"]
         header += [*labels.values(), "measured on"]
@@ -79,10 +79,10 @@ def plan_dense(report: Report) -> Drawings:
     """
     learned: dict[str, dict[str, list[Source]]] = {}  # data set -> task -> pictures
     confused: dict[str, list[Source]] = {}
-    for (stage, data, _), runs in find_compared_runs(report.results).items():
+    for (stage, data, _), runs in _find_compared_runs(report.results).items():
         drawable = [source for source in runs if source.most_seeds and read_curves(source)]
         drawable.sort(key=lambda source: -source.metrics["epochs"])
-        if best := keep_best(drawable, lambda source: (source.metrics["model"], name_first_weights(source))):
+        if best := keep_best(drawable, lambda source: (source.metrics["model"], _name_first_weights(source))):
             learned.setdefault(data, {}).setdefault(stage, best)
         confused.setdefault(data, []).extend(
             source for source in runs if source.stage and source.metrics["by_seed"][0].get("confusion")
@@ -133,7 +133,7 @@ def _draw_curves(path: Path, tasks: Mapping[str, Sequence[Source]], *, results: 
 
 def _draw_curve(panel: Any, source: Source, key: str, shift: float) -> None:
     """The curves of a training in the colour of its family; its star stands `shift` of half an epoch after the end."""
-    m, first = source.metrics, name_first_weights(source)
+    m, first = source.metrics, _name_first_weights(source)
     family = m["model"].split("_")[0]
     _, colour, marker, _ = STYLES.get(family, (family, "black", "x", "-"))
     of_seed = read_curves(source, key)
@@ -177,15 +177,15 @@ def _draw_confusion(path: Path, sources: Sequence[Source]) -> Path:
 def _against(source: Source, reference: Mapping[str, float], labels: Mapping[str, str]) -> str:
     """The scores in which a run is ahead of the method without learning, behind it, or undecided."""
     m = source.metrics
-    said: dict[str, list[str]] = {AHEAD: [], BEHIND: [], UNDECIDED: []}
+    said: dict[str, list[str]] = {_AHEAD: [], _BEHIND: [], _UNDECIDED: []}
     for key, label in labels.items():
         interval = find_score_interval(m, key) or [m[key]] * 2
-        word = AHEAD if interval[0] > reference[key] else BEHIND if interval[1] < reference[key] else UNDECIDED
+        word = _AHEAD if interval[0] > reference[key] else _BEHIND if interval[1] < reference[key] else _UNDECIDED
         said[word].append(f"{label} ({m[key] - reference[key]:+.1f} points)")
     joined = ((word, " and ".join(filter(None, (", ".join(of[:-1]), *of[-1:])))) for word, of in said.items())
     parts = [f"{word} in {names}" for word, names in joined if names]
     seeds = describe_seeds([source])
-    return f"{_name(source)}, against the method without learning: {'; '.join(parts)} ({seeds})."
+    return f"{code(source.place)}, against the method without learning: {'; '.join(parts)} ({seeds})."
 
 
 def _compare_first_weights(sources: Sequence[Source], labels: Mapping[str, str]) -> str:
@@ -195,13 +195,12 @@ def _compare_first_weights(sources: Sequence[Source], labels: Mapping[str, str])
     by_length = group_by(runs, lambda source: (source.metrics["model"], source.metrics["epochs"]))
     lines = []
     for (model, epochs), alike in sorted(by_length.items()):
-        best = keep_best(alike, name_first_weights)
-        found = {name_first_weights(source): source.metrics for source in best}
-        if len(found) == 2:
-            gain = found["pretrained"][key] - found["random"][key]
-            (low, high), (low_random, high_random) = (find_score_interval(found[name], key) for name in _LINES)
+        best = keep_best(alike, _name_first_weights)
+        if len(best) == 2:
+            pretrained, random = (source.metrics for source in sorted(best, key=_name_first_weights))
+            (low, high), (low_random, high_random) = (find_score_interval(m, key) for m in (pretrained, random))
             met = "meet" if low <= high_random and low_random <= high else "do not meet"
-            gained = f"{gain:+.1f} points of {label} by pretrained first weights"
+            gained = f"{pretrained[key] - random[key]:+.1f} points of {label} by pretrained first weights"
             lines.append(
                 f"`{model}` after {epochs} epochs, {describe_seeds(best)}: {gained}; the 95 % intervals {met}."
             )
@@ -211,15 +210,12 @@ def _compare_first_weights(sources: Sequence[Source], labels: Mapping[str, str])
 def _class_scores(sources: Sequence[Source]) -> str:
     """The IoU of each class, the mean over a run's seeds; nothing where no run has it."""
     key = "class_iou_percent"
-    found = [(source, [run[key] for run in source.metrics["by_seed"] if key in run]) for source in sources]
-    names: list[str] = []
-    rows = []
-    for source, runs in ((source, runs) for source, runs in found if runs):
+    names, rows = [], []
+    for source in sources:
+        runs = [run[key] for run in source.metrics["by_seed"] if key in run]
+        if not runs:
+            continue
         names = names or [name for name in runs[0] if not name.endswith("_reason")]
         scores = [[run[name] for run in runs if isinstance(run.get(name), int | float)] for name in names]
-        rows.append([_name(source), *(number(statistics.fmean(each) if each else None, ".1f") for each in scores)])
+        rows.append([code(source.place), *(number(statistics.fmean(each) if each else None, ".1f") for each in scores)])
     return table(["IoU (%) by class", *names], rows) if rows else ""
-
-
-def _name(source: Source) -> str:
-    return code(source.place)

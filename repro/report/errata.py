@@ -5,7 +5,7 @@ it is one is for code to say: by the verdicts on these entries.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from .claims import Report
 from .ledger import Erratum
@@ -24,7 +24,7 @@ _Entry = tuple[Erratum, Sequence[Verdict]]
 
 def list_errata(reports: Sequence[Report]) -> str:
     """The sections of the errata; a paper whose list is withheld has the reason, and one without any item no section."""
-    sections: list[str] = []
+    sections = []
     for report in reports:
         about, errata = report.paper.ledger.paper, report.paper.ledger.errata
         if errata.withheld:
@@ -32,7 +32,7 @@ def list_errata(reports: Sequence[Report]) -> str:
             continue
         sent = f"Sent to the authors on {errata.sent}." if errata.sent else "Not sent to the authors yet."
         opening = f"{about.title}, {about.version}. As of {errata.as_of}. {sent}"
-        blocks: list[str] = []
+        blocks = []
         place = 0
         for name, (title, last) in LISTS.items():
             if items := list(find_items(report, name)):
@@ -99,14 +99,9 @@ def _show_evidence(report: Report, item: _Entry) -> str:
     counted = [format_ours(each) for each in alike if each.status == Status.EXPLAINED and each.delta is not None]
     if counted:
         text += f"; we count {', '.join(counted)} {alike[0].entry.unit}".rstrip()
-    if residuals := dict.fromkeys(_find_residuals(report, alike)):
+    # the residual of each printed equation that is computed and fails
+    failing = [each.entry.ours.calls for each in alike if each.entry.ours and each.ours is False]
+    errors = [call for calls in failing for call in calls if call.name.endswith("_error")]
+    if residuals := dict.fromkeys(f"{report.paper.formulas()[name](*given):.2f}" for name, given in errors):
         text += f"; both sides differ by {', '.join(residuals)} of the largest value"
     return text
-
-
-def _find_residuals(report: Report, alike: Iterable[Verdict]) -> Iterator[str]:
-    """The residual of each printed equation that is computed and fails."""
-    for verdict in alike:
-        calls = verdict.entry.ours.calls if verdict.entry.ours and verdict.ours is False else ()
-        for call in (call for call in calls if call.name.endswith("_error")):
-            yield f"{report.paper.formulas()[call.name](*call.args):.2f}"

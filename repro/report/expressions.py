@@ -20,7 +20,7 @@ _OPERATORS: dict[type, Callable] = {
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }
-Functions = Mapping[str, Callable]  # `entry` looks up an id
+_Functions = Mapping[str, Callable]  # `entry` looks up an id
 
 
 class Call(NamedTuple):
@@ -55,9 +55,12 @@ class Expression:
 
     @functools.cached_property
     def calls(self) -> tuple[Call, ...]:
-        nodes = [node for node in _walk(self._tree) if isinstance(node, ast.Call) and not _id_of(node)]
-        constants = ([arg.value if isinstance(arg, ast.Constant) else None for arg in node.args] for node in nodes)
-        return tuple(Call(node.func.id, tuple(args)) for node, args in zip(nodes, constants, strict=True))
+        found = []
+        for node in _walk(self._tree):
+            if isinstance(node, ast.Call) and not _id_of(node):
+                args = (arg.value if isinstance(arg, ast.Constant) else None for arg in node.args)
+                found.append(Call(node.func.id, tuple(args)))
+        return tuple(found)
 
     @functools.cached_property
     def conjuncts(self) -> tuple["Expression", ...]:
@@ -100,7 +103,7 @@ def _walk(node: ast.AST) -> Iterator[ast.AST]:
             yield from _walk(child)
 
 
-def _compile(node: ast.expr) -> Callable[[Functions], Any]:
+def _compile(node: ast.expr) -> Callable[[_Functions], Any]:
     """A function that evaluates the node; other syntax than a ledger's is refused here."""
     if name := _id_of(node):
         return lambda functions: functions["entry"](name)

@@ -3,8 +3,7 @@ the picture of its model against a baseline over the image size.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,12 @@ from .verdicts import format_counts, format_ratio
 
 def list_figures(report: Report) -> str:
     """The paper's figures and ours, with the ledger's words on each."""
-    drawn = {each.place: list_pictures(report.results, each.files) for each in report.paper.figures}
-    blocks: list[str] = []
+    root = report.results.paths.results
+    drawn = {
+        each.place: sorted(file.relative_to(root).as_posix() for file in root.glob(each.files))
+        for each in report.paper.figures
+    }
+    blocks = []
     drawings = list_drawings(report)
     for figure in report.paper.figures:
         if files := drawn[figure.place]:
@@ -58,13 +61,7 @@ def picture_blocks(name: str, alt: str, sources: Sequence[Source], report: Repor
 
 def list_drawings(report: Report) -> Drawings:
     """All pictures that the report draws from records."""
-    return {**plan_figures(report), **plan_comparison(report), **plan_dense(report), **report.paper.drawings(report)}
-
-
-def list_pictures(results: Results, pattern: str) -> list[str]:
-    """The files of a pattern, sorted, as paths relative to results/."""
-    root = results.paths.results
-    return sorted(file.relative_to(root).as_posix() for file in root.glob(pattern))
+    return {**plan_figures(report), **_plan_comparison(report), **plan_dense(report), **report.paper.drawings(report)}
 
 
 def _find_beside(name: str, results: Results) -> list[Source]:
@@ -74,71 +71,78 @@ def _find_beside(name: str, results: Results) -> list[Source]:
 
 
 COMPILED = {True: "`torch.compile`", "graphs": "CUDA graphs"}
-_BACKENDS = {"numba": ["compiled loops"], "triton": ["compiled kernels"]}
+_BACKENDS = {"numba": "compiled loops", "triton": "compiled kernels"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Speeds:
-    """The rows of one record of the model and its baseline under equal conditions."""
+    """The rows of one record of a paper's model and its baseline under equal conditions."""
 
+    comparison: Comparison
     group: SpeedGroup
     source: Source
-    rows: Mapping[tuple[str, str | None, int], Mapping[str, Any]]  # by registered name, attention and image size
+    rows: dict[tuple[str, str | None, int], Mapping[str, Any]]  # by registered name, attention and image size
 
-    def find_ratios(self, comparison: Comparison) -> dict[str, dict[int, str]]:
-        """Attention of the baseline -> image size -> how many times as fast the model is, in words, with the ratios of
-        the ends of both ranges; `HOST` where a time is the host's.
+    def find_ratio(self, attention: str, size: int) -> str:
+        """Say how many times as fast the model is as the baseline with this attention, with the ratios of the ends of
+        both ranges; `HOST` where a time is the host's, empty where there is no ratio.
         """
-        found: dict[str, dict[int, str]] = {attention: {} for attention in ATTENTIONS}
-        for attention, size, ours, theirs in self._pair(comparison):
-            if ratio := bound_ratio(ours, theirs):
-                found[attention][size] = format_ratio(*ratio)
-            elif HOST in (ours["host"], theirs["host"]):
-                found[attention][size] = HOST
-        return found
+        rows = self._pair(attention, size)
+        if ratio := rows and bound_ratio(*rows):
+            return format_ratio(*ratio)
+        return HOST if any(row["host"] == HOST for row in rows) else ""
 
-    def find_memory(self, comparison: Comparison) -> dict[str, dict[int, str]]:
-        """Attention of the baseline -> image size -> how much more or less memory the model takes, in words."""
-        found: dict[str, dict[int, str]] = {attention: {} for attention in ATTENTIONS}
-        for attention, size, ours, theirs in self._pair(comparison):
-            if ours["peak_memory_mib"] and theirs["peak_memory_mib"]:
-                more = 100 * (ours["peak_memory_mib"] / theirs["peak_memory_mib"] - 1)
-                found[attention][size] = f"{abs(more):.0f} % {'more' if more > 0 else 'less'} memory"
-        return found
+    def find_memory(self, attention: str, size: int) -> str:
+        """Say how much more or less memory the model takes than the baseline; empty where a peak is not known."""
+        peaks = [row["peak_memory_mib"] for row in self._pair(attention, size)]
+        if not peaks or not all(peaks):
+            return ""
+        more = 100 * (peaks[0] / peaks[1] - 1)
+        return f"{abs(more):.0f} % {'more' if more > 0 else 'less'} memory"
 
-    def describe_crossings(self, comparison: Comparison) -> str:
+    def describe_crossings(self) -> str:
         """The crossing of the model's line below the baseline's beyond doubt, in words: the measured sizes on
         either side of it, or that there is none. Empty where too few sizes have ranges over processes.
         """
+        sizes = sorted({size for *_, size in self.rows})
         said = []
         for key, name in {"latency_ms": "in time", "peak_memory_mib": "in memory"}.items():
-            ratios = [(each, size, bound_ratio(*rows, key)) for each, size, *rows in self._pair(comparison)]
             places = []
             for attention in ATTENTIONS:
-                ends = {size: ratio.ends for each, size, ratio in ratios if each == attention and ratio and ratio.ends}
-                if where := _place_crossing(ends):
+                pairs = {size: rows for size in sizes if (rows := self._pair(attention, size))}
+                ratios = {size: bound_ratio(*rows, key) for size, rows in pairs.items()}
+                if where := _place_crossing({size: each.ends for size, each in ratios.items() if each and each.ends}):
                     places.append(f"{where} ({attention} attention)")
             if places:
                 said.append(f"{name}, {' and '.join(places)}")
-        line = f"{comparison.ours[1]}'s line lies below {comparison.theirs[1]}'s"
+        line = f"{self.comparison.ours[1]}'s line lies below {self.comparison.theirs[1]}'s"
         return f"{line}, by more than processes differ: {'; '.join(said)}." if said else ""
 
-    def describe_sides(self, comparison: Comparison) -> str:
+    def describe_sides(self) -> str:
         """The state of either side, compiled, frozen or neither, and the device, in words."""
         said = []
-        for (name, label), is_frozen in ((comparison.ours, comparison.frozen), (comparison.theirs, False)):
+        for (name, label), is_frozen in (
+            (self.comparison.ours, self.comparison.frozen),
+            (self.comparison.theirs, False),
+        ):
             row = next(row for (of, *_), row in self.rows.items() if of == name)
-            words = [*([COMPILED[row["compile"]]] if row.get("compile") else []), *_BACKENDS.get(row["backend"], [])]
-            how = " and ".join([*words, *(["frozen weights"] if is_frozen else [])])
+            words = [COMPILED.get(row.get("compile")), _BACKENDS.get(row["backend"]), is_frozen and "frozen weights"]
+            how = " and ".join(filter(None, words))
             said.append(f"{label} has {how}" if how else f"{label} is neither compiled nor frozen")
         return f"{', '.join(said)} ({self.group.device.partition(': ')[2]})"
 
-    def _pair(self, comparison: Comparison) -> Iterator[tuple[str, int, Mapping[str, Any], Mapping[str, Any]]]:
-        """Attention of the baseline, image size, and the rows of the model and of the baseline."""
-        for (name, attention, size), theirs in self.rows.items():
-            ours = self.rows.get((comparison.ours[0], None, size))
-            if name == comparison.theirs[0] and attention in ATTENTIONS and ours is not None:
-                yield attention, size, ours, theirs
+    def _pair(self, attention: str, size: int) -> tuple[Mapping[str, Any], ...]:
+        """The rows of the model and of the baseline with this attention; empty where one is missing."""
+        (ours, _), (theirs, _) = self.comparison.ours, self.comparison.theirs
+        rows = self.rows.get((ours, None, size)), self.rows.get((theirs, attention, size))
+        return rows if all(rows) else ()
+
+    @property
+    def rank(self) -> tuple:
+        """Most of the comparison's image sizes, then most rows, then a GPU."""
+        models, sizes = self.comparison.series.values(), self.comparison.sizes
+        wanted = sum((*model, size) in self.rows for model in models for size in sizes)
+        return wanted, len(self.rows), self.is_gpu, self.source.path
 
     @property
     def is_gpu(self) -> bool:
@@ -161,7 +165,7 @@ def _place_crossing(ends: Mapping[int, tuple[float, float]]) -> str | None:
     return f"from between {max(above)}² and {start}² on" if above else f"from {start}² on"
 
 
-def plan_comparison(report: Report) -> Drawings:
+def _plan_comparison(report: Report) -> Drawings:
     """The picture of a paper's baseline comparison, if its rows were measured."""
     comparison = report.paper.comparison
     if (speeds := find_speeds(comparison, report.results)) is None:
@@ -178,7 +182,7 @@ def plan_comparison(report: Report) -> Drawings:
 
 def find_speeds(comparison: Comparison | None, results: Results) -> Speeds | None:
     """The record that a picture shows: the best of `find_all_speeds`, among equals a GPU's."""
-    return max(find_all_speeds(comparison, results), key=partial(_rank, comparison), default=None)
+    return max(find_all_speeds(comparison, results), key=lambda speeds: speeds.rank, default=None)
 
 
 def find_all_speeds(comparison: Comparison | None, results: Results) -> list[Speeds]:
@@ -195,50 +199,9 @@ def find_all_speeds(comparison: Comparison | None, results: Results) -> list[Spe
             key = (results.model_key(row, source.path), row["attention"])
             height, width = row["image_size"]
             if group.mode == "infer" and key in models and height == width:
-                found = candidates.setdefault((group, source.path), Speeds(group, source, {}))
+                found = candidates.setdefault((group, source.path), Speeds(comparison, group, source, {}))
                 found.rows[(*key, height)] = row
     names = {comparison.ours[0], comparison.theirs[0]}
     both = [speeds for speeds in candidates.values() if {name for name, _, _ in speeds.rows} == names]
     kinds = group_by(both, lambda speeds: (speeds.is_gpu, speeds.group.batch_size))
-    return [max(kinds[kind], key=partial(_rank, comparison)) for kind in sorted(kinds, reverse=True)]
-
-
-def find_fastest(
-    comparison: Comparison, results: Results
-) -> Iterator[tuple[str, int, int, list[Mapping[str, Any]], list[Mapping[str, Any]]]]:
-    """Find each side's rows of inference from the fastest to the slowest, of any dtype, attention and compilation.
-
-    Yields:
-        Device, batch size, image size, the model's rows, and the baseline's, where both sides have one. Times of the
-        host are left out: they say nothing of the device.
-    """
-    sides: dict[tuple[str, int, int], dict[str, list[Mapping[str, Any]]]] = {}
-    for group, rows in results.speed_rows.items():
-        for row, source in rows:
-            height, width = row["image_size"]
-            is_measured = group.mode.startswith("infer") and row["latency_ms"] and row["host"] != HOST
-            if is_measured and height == width and height in comparison.sizes:
-                place = sides.setdefault((group.device, group.batch_size, height), {})
-                place.setdefault(results.model_key(row, source.path), []).append(row)
-    for place in sorted(sides, key=lambda place: (place[0].startswith("cuda"), *place[1:]), reverse=True):
-        found = [sides[place].get(name, []) for name in (comparison.ours[0], comparison.theirs[0])]
-        if all(found):
-            yield *place, *(sorted(map(_keep_most, group_by(rows, _find_way).values()), key=_latency) for rows in found)
-
-
-def _find_way(row: Mapping[str, Any]) -> tuple:
-    return row["dtype"], row["attention"], row.get("compile")
-
-
-def _keep_most(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The row over most processes: the fastest of several would be chosen by chance."""
-    return max(rows, key=lambda row: row["processes"])
-
-
-def _latency(row: Mapping[str, Any]) -> float:
-    return row["latency_ms"]
-
-
-def _rank(comparison: Comparison, speeds: Speeds) -> tuple:
-    wanted = sum((*model, size) in speeds.rows for model in comparison.series.values() for size in comparison.sizes)
-    return wanted, len(speeds.rows), speeds.is_gpu, speeds.source.path
+    return [max(kinds[kind], key=lambda speeds: speeds.rank) for kind in sorted(kinds, reverse=True)]

@@ -14,6 +14,7 @@ from ..core.errors import UserError
 from .claims import Report
 from .markdown import make_anchor
 from .records import OUTSIDE, PIPELINE
+from .template import make_environment
 from .verdicts import KIND_MEANINGS, STATUSES, Status, Verdict, count_statuses, format_delta, format_ours
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from markdown_it.token import Token
 
 _LARGEST = 1400  # pixels across of an embedded picture; a screen shows no more, and the page stays small
-PROSE = 22  # a cell with more characters than this holds text to read, and gets the width for it
+_PROSE = 22  # a cell with more characters than this holds text to read, and gets the width for it
 _MARKS = "|".join(sorted({status.mark for status in STATUSES}, key=len, reverse=True))
 # a cell of the paper's number, ours and marks, or of marks alone; a lone dash is no mark, as it may stand for any value
 _STATUS = rf"(?:{_MARKS})(?: \([+−][\d.]+\))?(?: / | |$)"
@@ -37,16 +38,7 @@ def render_html(pages: Sequence[tuple[Report, str]]) -> str:
     Raises:
         UserError: a picture cannot be read.
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
+    environment = make_environment(Path(__file__).parent, autoescape=True)
     first, _ = pages[0]
     environment.filters |= {"anchor": make_anchor, "delta": format_delta, "ours": format_ours}
     parser = make_parser(first.results.paths.results.resolve())
@@ -146,7 +138,7 @@ def _adapt_cell(cell: "Token", inside: "Token", table: "Token", label: str, *, i
     found = _CELL.fullmatch(text) if is_plain and text != "–" else None
     if found and (found["to"] or found["marks"]):
         inside.children = [Token("html_inline", "", 0, content=_show_compared(found))]
-    elif len(text) > PROSE and not any(child.type == "image" for child in inside.children or ()):
+    elif len(text) > _PROSE and not any(child.type == "image" for child in inside.children or ()):
         cell.attrs["class"] = "prose"
         table.meta["is_read"] |= not is_first
 

@@ -8,12 +8,11 @@ from ..bench.kernels import read_bench
 from ..core.paths import Paths
 from .markdown import join, number, table
 
-Row = Mapping[str, Any]
+_Row = Mapping[str, Any]
 PAGE, _BLOCK = "results/speed.md", "kernels bench"
-NOTHING_MEASURED = "not measured yet (`repro kernels bench`, on a GPU)"
 
-COPY = "share of the bandwidth of a copy"
-AROUND = "B 64, T 6400, 192 channels, bf16", {("forward", COPY): 60}
+_COPY = "share of the bandwidth of a copy"
+_AROUND = "B 64, T 6400, 192 channels, bf16", {("forward", _COPY): 60}
 # operator -> its `COMPARED` in words; passes, and what the kernels' speed is compared with -> the target, in percent of
 # a copy's bandwidth or as a ratio to the fastest of other people's kernels
 GOALS: Mapping[str, tuple[str, Mapping[tuple[str, str], int]]] = {
@@ -22,16 +21,16 @@ GOALS: Mapping[str, tuple[str, Mapping[tuple[str, str], int]]] = {
         {
             ("forward", "against the faster of flash-linear-attention's two"): 2,
             ("forward and backward", "against the faster of the two"): 2,
-            ("forward", COPY): 40,
+            ("forward", _COPY): 40,
         },
     ),
     "selective_scan": (
         "B 64, T 6400, 384 channels, 16 states, both directions, bf16",
-        {("forward", "against mamba-ssm"): 1, ("forward and backward", "against mamba-ssm"): 1, ("forward", COPY): 30},
+        {("forward", "against mamba-ssm"): 1, ("forward and backward", "against mamba-ssm"): 1, ("forward", _COPY): 30},
     ),
-    "bi_wkv": ("B 64, T 6400, 192 channels, bf16", {("forward", COPY): 30}),
-    "ms_deform_attn": ("B 16, T 4200, 12 heads of 32, one level, bf16", {("forward", COPY): 15}),
-    **dict.fromkeys(("conv_norm", "scan_convs", "gated_norm", "gated_linear"), AROUND),
+    "bi_wkv": ("B 64, T 6400, 192 channels, bf16", {("forward", _COPY): 30}),
+    "ms_deform_attn": ("B 16, T 4200, 12 heads of 32, one level, bf16", {("forward", _COPY): 15}),
+    **dict.fromkeys(("conv_norm", "scan_convs", "gated_norm", "gated_linear"), _AROUND),
 }
 
 
@@ -39,18 +38,16 @@ def make_passages(paths: Paths) -> list[tuple[str, str, str]]:
     """(page, marker, text) of the tables, from results/speed/kernels; none where Triton is missing."""
     if importlib.util.find_spec("triton") is None:
         return []
-    blocks: list[str] = []
-    for file in sorted(paths.speed.glob("kernels/*.csv")):
-        rows = read_bench(file)
-        blocks += list_operators(rows, rows[0]["device"])
-    return [(PAGE, _BLOCK, join(blocks or list_operators([], NOTHING_MEASURED)))]
+    measured = [read_bench(file) for file in sorted(paths.speed.glob("kernels/*.csv"))]
+    return [(PAGE, _BLOCK, join(block for rows in measured or [[]] for block in _list_operators(rows)))]
 
 
-def list_operators(rows: Sequence[Row], label: str) -> list[str]:
-    """Tables by operator: its goals with the measurements on `label`, then the times of its rows."""
+def _list_operators(rows: Sequence[_Row]) -> list[str]:
+    """Tables by operator: its goals with the measurements of a device, then the times of its rows."""
     from kernels.tools.bench import MEMORY
 
-    blocks: list[str] = []
+    label = rows[0]["device"] if rows else "not measured yet (`repro kernels bench`, on a GPU)"
+    blocks = []
     for name in GOALS:
         own = [row for row in rows if row["operator"] == name]
         blocks.append(tabulate_goals(name, own, label))
@@ -59,7 +56,7 @@ def list_operators(rows: Sequence[Row], label: str) -> list[str]:
     return blocks
 
 
-def tabulate_goals(name: str, rows: Sequence[Row], label: str) -> str:
+def tabulate_goals(name: str, rows: Sequence[_Row], label: str) -> str:
     """An operator's goals, and the kernels' values by its rows at their shape; a dash where one is missing."""
     from kernels.tools import bench
     from kernels.tools.operators import OPERATORS
@@ -74,27 +71,27 @@ def tabulate_goals(name: str, rows: Sequence[Row], label: str) -> str:
     for (passes, what), target in goals.items():
         which = bench.FORWARD if passes == "forward" else bench.BOTH_PASSES
         theirs = [ms for (of, other), ms in times.items() if of == which and other not in bench.OURS]
-        with_whom = [times.get((which, "copy"))] if what == COPY else theirs
+        with_whom = [times.get((which, "copy"))] if what == _COPY else theirs
         ours, found = times.get((which, "triton")), min(filter(None, with_whom), default=None)
-        factor, form, unit = (100, ".0f", " %") if what == COPY else (1, ".2f", " ×")
+        factor, form, unit = (100, ".0f", " %") if what == _COPY else (1, ".2f", " ×")
         reached = factor * found / ours if ours and found else None
         lines.append((f"{passes}, {what}", f"{target}{unit}", number(reached, form, unit)))
     return table([f"`{name}`, {where}", "target (H200)", label], lines)
 
 
-def tabulate_times(rows: Sequence[Row]) -> str:
+def tabulate_times(rows: Sequence[_Row]) -> str:
     """One operator's median milliseconds, a line per shape and pass, a column per implementation."""
     width = "heads" if "heads" in rows[0] else "channels"
     names = list(dict.fromkeys(row["implementation"] for row in rows))
     lines = []
 
-    def find_line(row: Row) -> tuple:
+    def find_line(row: _Row) -> tuple:
         """A further size that distinguishes rows follows the one before it."""
         tokens = f"{row['tokens']}, L {row['levels']}" if "levels" in row else row["tokens"]
         size = f"{row[width]}, N {row['state_dim']}" if "state_dim" in row else row[width]
         return str(size), str(tokens), row["passes"], row["batch"]
 
-    cells: dict[tuple, dict[str, Row]] = {}
+    cells: dict[tuple, dict[str, _Row]] = {}
     for row in rows:
         cells.setdefault(find_line(row), {})[row["implementation"]] = row
     for line, by_name in cells.items():

@@ -148,9 +148,11 @@ class Table:
     @cached_property
     def labels(self) -> dict[str, str]:
         """Id of a row -> its label, with the image size where that is not 224."""
-        sizes = {row_id: row.get("size", "224") for row_id, row in self.records.items()}
-        shown = {row_id: "" if size == "224" else f" ({size}²)" for row_id, size in sizes.items()}
-        return {row_id: row["label"] + shown[row_id] for row_id, row in self.records.items()}
+        found = {}
+        for name, row in self.records.items():
+            size = row.get("size", "224")
+            found[name] = row["label"] if size == "224" else f"{row['label']} ({size}²)"
+        return found
 
     def entry(self, row: dict[str, str], name: str, relations: Sequence[Relation]) -> Entry:
         """The entry of a number: that of a row, one of `records`, in a column. It takes its own of the `relations`."""

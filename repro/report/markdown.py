@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import quote
 
 _CODE_OR_TAG = re.compile(r"(`[^`\n]*`)|<(?=\S)")
-LINK = re.compile(r"\]\((?!#|https?:)([^)]+)\)")
+_LINK = re.compile(r"\]\((?!#|https?:)([^)]+)\)")
 # a cell that is right-aligned: a number with its unit, or several, with an interval or a remark in parentheses behind it
 _NUMBER = r"[<>+−-]? ?\d[\d,.]*(?:e[+-]?\d+)?[%×²]?(?: (?:%|×|ms|MiB|± [\d.]+|(?:of|or) \d+))?"
 _REST = r"(?: \[[^]]*\])?(?: \([^)]*\))?"
@@ -82,4 +82,4 @@ def make_anchor(title: str) -> str:
 def place_on_page(text: str, page: str) -> str:
     """The text as it stands on a page, a file relative to the checkout: links lead from there, and no `<` opens a tag."""
     text = _CODE_OR_TAG.sub(lambda found: found[1] or "&lt;", text)
-    return LINK.sub(lambda found: f"]({relpath(found[1], dirname(page) or '.')})", text)
+    return _LINK.sub(lambda found: f"]({relpath(found[1], dirname(page) or '.')})", text)

@@ -12,12 +12,12 @@ from .claims import Report
 from .markdown import code, cross, join, number, table, tabulate
 from .paper import ATTENTIONS
 from .records import Source, find_score_interval, group_by, list_all, read_curves
-from .results import Missing, Results, SpeedGroup
+from .results import Missing, SpeedGroup
 from .variants import find_shown
 from .verdicts import format_ratio, significant
 
-Rows = Sequence[tuple[Mapping[str, Any], Source]]
-RISE = 1.0  # in points: a curve that gains less in its last quarter is flat
+_Rows = Sequence[tuple[Mapping[str, Any], Source]]
+_RISE = 1.0  # in points: a curve that gains less in its last quarter is flat
 
 
 def list_speeds(report: Report) -> str:
@@ -27,7 +27,7 @@ def list_speeds(report: Report) -> str:
         return ""
     if not results.speed_rows:
         raise Missing("nothing is measured yet", "repro efficiency")
-    blocks: list[str] = []
+    blocks = []
     for group, rows in results.speed_rows.items():
         commits = " and ".join(dict.fromkeys(row["commit"][:12] for row, _ in rows))
         blocks.append(f"### {group}, {group.mode}, commit {commits}")
@@ -63,13 +63,17 @@ def list_runs(report: Report) -> str:
     A page that has none says so where it is the primary paper's.
     """
     results, paper, shown_elsewhere = report.results, report.paper, find_shown(report)
-    scored = {key: label for scores in results.scores.values() for key, label in scores.items()}
-    labels = {key: label for key, label in scored.items() if key.endswith("_percent")}
-    others = (source for source in results.score_sources if source.path not in shown_elsewhere)
-    smaller = (source for source in others if not results.is_full(source))
-    own = (source for source in smaller if results.stands_on(paper, source.metrics["model"]))
     # a task with other scores has a place of its own
-    runs = [source for source in own if labels.keys() & source.metrics.keys()]
+    scored = [item for scores in results.scores.values() for item in scores.items()]
+    labels = {key: label for key, label in scored if key.endswith("_percent")}
+    runs = [
+        source
+        for source in results.score_sources
+        if source.path not in shown_elsewhere
+        and not results.is_full(source)
+        and results.stands_on(paper, source.metrics["model"])
+        and labels.keys() & source.metrics.keys()
+    ]
     if not runs and paper.primary:
         raise Missing("there are none yet", "repro pretrain")
     rows, unlearned = [], set()
@@ -88,7 +92,7 @@ def list_runs(report: Report) -> str:
             rows.append([run, method, m["data"], "–", "–", images, found[1], "–", "–"])
     header = ["run", "model", "data", "epochs", "seeds", "held-out images", "scores", "curve", "device"]
     legend = (
-        f"A curve still rises where the best score of its last quarter exceeds the best before by {RISE:.0f} point or more, "
+        f"A curve still rises where the best score of its last quarter exceeds the best before by {_RISE:.0f} point or more, "
         "as a mean over the seeds, on the split of the curve: such a run says what a model learns in so many epochs, not "
         "what it can learn. A run outside the pipeline lies in results/replications, in the folder of its device."
     )
@@ -101,12 +105,12 @@ def _describe_curve(curves: Mapping[int, Mapping[int, float]]) -> str:
     if not rises:
         return "–"
     rise = statistics.mean(rises)
-    return f"{'rises' if rise >= RISE else 'flat'}, {rise:+.1f}"
+    return f"{'rises' if rise >= _RISE else 'flat'}, {rise:+.1f}"
 
 
 def over_resolution(report: Report) -> str:
     """The section of classifiers at larger images than those of their training; empty without `repro resolution`."""
-    sections: list[str] = []
+    sections = []
     for source in report.results.sources if report.paper.primary else ():
         m = source.metrics
         if "evaluated" not in m:
@@ -145,7 +149,7 @@ def list_searches(report: Report) -> str:
         shown = (f" ({t['warmup_epochs']}): {t[m['score']]:.1f}" if not t["diverged"] else ": diverged" for t in best)
         scores = "; ".join(f"{t['lr']:g}{each}" for t, each in zip(best, shown, strict=True))
         edge = ", at the edge" if chosen["lr"] in (best[0]["lr"], best[-1]["lr"]) else ""
-        trained = _find_optim(results, m["cell"])
+        trained = (results.profile_cells.get(m["cell"]) or {}).get("optim") or {}
         lr, warmup = (
             f", trained with {trained[name]:g}" if trained.get(name, chosen[name]) != chosen[name] else ""
             for name in ("lr", "warmup_epochs")
@@ -156,12 +160,6 @@ def list_searches(report: Report) -> str:
     rule = f"The trials are of seed {m['seed']}. The rule: {m['rule']}."
     header = ["cell", "rate", "warm-up (epochs)", "rate (its best warm-up): score on tune (%)", "device"]
     return join([rule, table(header, rows)])
-
-
-def _find_optim(results: Results, cell: str) -> Mapping[str, Any]:
-    """The optimiser's settings of `SECTION.NAME` in the profiles; empty for a cell that is not there."""
-    section, _, name = cell.partition(".")
-    return (results.profile_cells.get((section, name)) or {}).get("optim") or {}
 
 
 def format_scores(metrics: Mapping[str, Any], labels: Mapping[str, str], places: int = 2) -> str:
@@ -176,12 +174,12 @@ def format_scores(metrics: Mapping[str, Any], labels: Mapping[str, str], places:
     return ", ".join(shown)
 
 
-def _sweep(group: SpeedGroup, rows: Rows) -> list[str]:
+def _sweep(group: SpeedGroup, rows: _Rows) -> list[str]:
     """Time and memory of every model over the image size, and the sweep's conclusions."""
     from ..bench.conclude import conclude  # loads numpy
 
     cells = {(_with_attention(row), row["image_size"][0]): row for row, _ in rows}
-    blocks: list[str] = []
+    blocks = []
     for key, label in (("latency_ms", "Step (ms)"), ("peak_memory_mib", "Peak memory (MiB)")):
         blocks += [f"{label}, by image size:", cross("model", cells, partial(_cell, key=key))]
     concluded = conclude(rows[0][1].metrics["rows"])

@@ -8,25 +8,24 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from .markdown import show_interval
-from .records import find_common, keep_one_machine
+from .records import Source, find_common, list_all, rank_machine
 
-Word = Literal["ordering seen", "ordering contradicted", "not separated", "no power", "insufficient budget"]
+_Word = Literal["ordering seen", "ordering contradicted", "not separated", "no power", "insufficient budget"]
 ALPHA = 0.05
-LEAST_SEEDS = 3  # with two, t has one degree of freedom, and must exceed 12.7
+_LEAST_SEEDS = 3  # with two, t has one degree of freedom, and must exceed 12.7
 MOST_SEEDS = 1000
-NOT_SEPARATED = "not separated"
+_NOT_SEPARATED = "not separated"
 # why a pair is not separated however many seeds agree: neither is above chance, or the images are too few
-AT_CHANCE, FEW_IMAGES, TWO_SEEDS = "at chance", "images", "two seeds"
+AT_CHANCE, FEW_IMAGES, _TWO_SEEDS = "at chance", "images", "two seeds"
 TOP1 = "top1_percent"
 _Order = tuple[str, str]  # (better, worse), or any first and second variant
-Margins = Mapping[
-    _Order, float
-]  # (first, second) -> by how many points the first may be worse, by a claim that it is no worse
-Scores = Mapping[str, Mapping[int, float]]  # variant -> seed -> its value
-End = tuple[float | None, float]  # accuracies at the last two evaluations of a curve; None first where there was one
+# (first, second) -> by how many points the first may be worse, by a claim that it is no worse
+_Margins = Mapping[_Order, float]
+_Scores = Mapping[str, Mapping[int, float]]  # variant -> seed -> its value
+_End = tuple[float | None, float]  # accuracies at the last two evaluations of a curve; None first where there was one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +39,10 @@ class Pair:
     p: float = 1.0  # two-sided, after Holm's correction over the pairs
     # 1 where first + margin is above the second beyond chance, −1 where it is below, 0 where they are not separated
     side: int = 0
-    limit: str = ""  # `AT_CHANCE`, `FEW_IMAGES` or `TWO_SEEDS`: nothing is separated then
+    limit: str = ""  # `AT_CHANCE`, `FEW_IMAGES` or `_TWO_SEEDS`: nothing is separated then
     # the seeds that would separate it, if difference and spread stayed as observed; None: over `MOST_SEEDS`
     needed: int | None = None
-    margin: float = 0.0  # see `Margins`
+    margin: float = 0.0  # see `_Margins`
 
     @property
     def word(self) -> str:
@@ -66,9 +65,9 @@ class Pair:
     def name_side(self, above: str, below: str) -> str:
         if self.interval is None:
             return "one seed"
-        if self.limit == TWO_SEEDS:
-            return TWO_SEEDS
-        return (NOT_SEPARATED, above, below)[self.side]
+        if self.limit == _TWO_SEEDS:
+            return _TWO_SEEDS
+        return (_NOT_SEPARATED, above, below)[self.side]
 
     def show(self, places: int) -> str:
         return show_interval(self.difference, self.interval, f"+.{places}f")
@@ -78,7 +77,7 @@ class Pair:
 class Ordering:
     """The verdict on the order of a table or figure on one data set."""
 
-    word: Word
+    word: _Word
     why: str  # the sentence behind it
     pairs: tuple[Pair, ...] = ()  # in the paper's order
     # Kendall's over the pairs that the paper orders, (in its order − against it) / all; None without such pairs
@@ -99,12 +98,12 @@ class Ordering:
 
 
 def judge_ordering(
-    top1: Scores,
-    ends: Mapping[str, Mapping[int, End]],
+    top1: _Scores,
+    ends: Mapping[str, Mapping[int, _End]],
     orders: Sequence[_Order],
     images: int,
     classes: int,
-    margins: Margins | None = None,
+    margins: _Margins | None = None,
 ) -> Ordering:
     """Judge whether the paper's order is seen.
 
@@ -133,7 +132,7 @@ def judge_ordering(
 
 
 def compare_accuracies(
-    top1: Scores, pairs: Sequence[_Order], images: int, classes: int, margins: Margins | None = None
+    top1: _Scores, pairs: Sequence[_Order], images: int, classes: int, margins: _Margins | None = None
 ) -> tuple[Pair, ...]:
     """`compare_pairs` of accuracies in percent on so many images.
 
@@ -143,12 +142,17 @@ def compare_accuracies(
     return compare_pairs(top1, pairs, round_off(images), floor, images, margins)
 
 
-def compare_trainings(trained: Mapping[str, Any], pairs: Sequence[_Order]) -> tuple[Pair, ...]:
-    """`compare_accuracies` of records of trainings (`Source`) by name, all of them scored on the same images.
+def compare_trainings(trained: Mapping[str, Source], pairs: Sequence[_Order]) -> tuple[Pair, ...]:
+    """`compare_accuracies` of records of trainings by name, all of them scored on the same images.
 
-    The trainings are those of one machine, see `keep_one_machine`; a pair that it did not train is left out.
+    The trainings are those of the one machine that made most, as seeds are pairs on one machine only; a pair that it did
+    not train is left out.
     """
-    own = keep_one_machine(trained)
+    by_machine: dict[str, dict[str, Source]] = {}
+    for name, source in trained.items():
+        for each in list_all([source]):
+            by_machine.setdefault(each.machine, {}).setdefault(name, each)
+    own = max(by_machine.values(), key=lambda of: rank_machine(of.values()))
     m = next(iter(own.values())).metrics
     top1 = {name: source.by_seed(TOP1) for name, source in own.items()}
     both = [pair for pair in pairs if own.keys() >= set(pair)]
@@ -161,12 +165,12 @@ def round_off(images: int) -> float:
 
 
 def compare_pairs(
-    values: Scores,
+    values: _Scores,
     pairs: Sequence[_Order],
     least_spread: float,
     floor: float = -math.inf,
     images: int | None = None,
-    margins: Margins | None = None,
+    margins: _Margins | None = None,
 ) -> tuple[Pair, ...]:
     """Paired t tests of first − second over the seeds that all variants have; none without such seeds.
 
@@ -179,27 +183,25 @@ def compare_pairs(
     from scipy.stats import t as student
 
     seeds = find_common(values)
-    differences = [[values[first][seed] - values[second][seed] for seed in seeds] for first, second in pairs]
-    if len(seeds) < 2:
-        return tuple(Pair(*pair, *found) for pair, found in zip(pairs, differences, strict=True) if found)
     n, found = len(seeds), []
-    margin = [(margins or {}).get((first, second), 0.0) for first, second in pairs]
-    means = [statistics.mean(each) for each in differences]
-    spreads = [max(statistics.stdev(each), least_spread) for each in differences]
-    excess = [mean + each for mean, each in zip(means, margin, strict=True)]
-    t_values = (abs(each) / spread * math.sqrt(n) for each, spread in zip(excess, spreads, strict=True))
-    p_values = holm([2 * student.sf(t, n - 1) for t in t_values])
-    for place, (pair, mean, spread) in enumerate(zip(pairs, means, spreads, strict=True)):
+    for first, second in pairs if seeds else ():
+        differences = [values[first][seed] - values[second][seed] for seed in seeds]
+        mean, margin = statistics.mean(differences), (margins or {}).get((first, second), 0.0)
+        if n < 2:
+            found.append(Pair(first, second, mean))
+            continue
+        spread, excess = max(statistics.stdev(differences), least_spread), mean + margin
+        p = 2 * student.sf(abs(excess) / spread * math.sqrt(n), n - 1)
         half = float(student.ppf(1 - ALPHA / 2, n - 1)) * spread / math.sqrt(n)
-        of_pair = [statistics.mean(values[name][seed] for seed in seeds) for name in pair]
+        of_pair = [statistics.mean(values[name][seed] for seed in seeds) for name in (first, second)]
         noise = 0.0 if images is None else sampling_noise(statistics.mean(of_pair), images)
-        limit = AT_CHANCE if max(of_pair) < floor else FEW_IMAGES if abs(excess[place]) < noise else ""
-        limit = TWO_SEEDS if n < LEAST_SEEDS else limit
-        side = 0 if p_values[place] >= ALPHA or limit else 1 if excess[place] > 0 else -1
-        needed = seeds_needed(excess[place], spread, ALPHA / len(pairs))
-        ends = mean - half, mean + half
-        found.append(Pair(*pair, mean, ends, float(p_values[place]), side, limit, needed, margin[place]))
-    return tuple(found)
+        limit = AT_CHANCE if max(of_pair) < floor else FEW_IMAGES if abs(excess) < noise else ""
+        limit = _TWO_SEEDS if n < _LEAST_SEEDS else limit
+        needed = seeds_needed(excess, spread, ALPHA / len(pairs))
+        ends, side = (mean - half, mean + half), 0 if limit else 1 if excess > 0 else -1
+        found.append(Pair(first, second, mean, ends, p, side, limit, needed, margin))
+    adjusted = zip(found, holm([pair.p for pair in found]), strict=True)
+    return tuple(dataclasses.replace(pair, p=float(p), side=pair.side if p < ALPHA else 0) for pair, p in adjusted)
 
 
 def describe_power(pairs: Sequence[Pair], taken: str) -> str:
@@ -235,8 +237,8 @@ def sampling_noise(percent: float, images: int) -> float:
 
 
 def _conclude(
-    pairs: Sequence[Pair], means: Mapping[str, float], ends: Sequence[End], seeds: int, images: int, classes: int
-) -> tuple[Word, str]:
+    pairs: Sequence[Pair], means: Mapping[str, float], ends: Sequence[_End], seeds: int, images: int, classes: int
+) -> tuple[_Word, str]:
     """The word of a table and the sentence behind it: the first case that applies."""
     best, overall, chance = max(means.values()), statistics.mean(means.values()), 100 / classes
     spread = best - min(means.values())
@@ -249,7 +251,7 @@ def _conclude(
     if gain > spread:
         why = f"the last evaluation still gained {gain:.1f} points, more than the {spread:.1f} between the best and the worst variant"
         return "insufficient budget", why
-    if seeds < LEAST_SEEDS:
+    if seeds < _LEAST_SEEDS:
         return "no power", "two seeds decide nothing"
     noise = sampling_noise(overall, images)
     if spread < noise:

@@ -5,12 +5,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from ..core.csvfile import write_csv
-from ..core.paths import Paths
+from ..core.csvfile import format_csv
 from ..core.record import replace_block, sweep, write_text
 from . import answer, comparison, gallery, measured, variants
 from .answer import note_pipeline, readme_blocks
-from .claims import Report
+from .claims import Report, judge_paper
 from .errata import list_errata
 from .gallery import list_drawings
 from .html import render_html
@@ -21,20 +20,13 @@ from .template import render_template
 from .verdicts import STATUSES, count_statuses, export_rows
 
 _PAGE, _RUNS, _ERRATA = (Path(__file__).with_name(f"{name}.md") for name in ("page", "runs", "errata"))
-ERRATA_PAGE = "results/papers/errata.md"
+_ERRATA_PAGE = "results/papers/errata.md"
 _BLOCK = re.compile(r"<!-- ([\w ]+) -->\n(.*?)<!-- /\1 -->", re.S)
-Passage = tuple[str, str, str]  # file relative to the checkout, marker, text
-_Built = tuple[list[tuple[Report, str]], dict[str, str], list[Passage]]
-_Judge = Callable[[Paper, Results], Report]  # `judge_paper` with its other arguments
+_Passage = tuple[str, str, str]  # file relative to the checkout, marker, text
 
 
 def write_report(
-    papers: Sequence[Paper],
-    results: Results,
-    judge: _Judge,
-    *,
-    passages: Iterable[Passage] = (),
-    with_html: bool = True,
+    papers: Sequence[Paper], results: Results, *, passages: Iterable[_Passage] = (), with_html: bool = True
 ) -> str:
     """Judge the ledgers of all papers, the primary one first, and write pages, claims, figures and passages.
 
@@ -50,41 +42,40 @@ def write_report(
     note_pipeline(results)  # README says how long it took
     folder = results.paths.results
     sweep(folder, folder / "figures", folder / "papers")
-    pages, documents, built = _build_pages(papers, results, judge, folder / "figures")
-    html = render_html(pages) if with_html else None  # a damaged picture ends this before anything is written
-    _write_pages([report for report, _ in pages], documents, [*built, *passages], results.paths)
-    if html is not None:
-        write_text(folder / "report.html", html)
-    counts = count_statuses(pages[0][0].all)
-    return " / ".join(f"{word} {counts[word]}" for word in STATUSES) + f" of {counts.total()}"
-
-
-def find_outdated(
-    papers: Sequence[Paper], results: Results, judge: _Judge, *, passages: Iterable[Passage] = ()
-) -> list[str]:
-    """The pages and the blocks of pages that `write_report` would change, but for pictures; nothing is written."""
-    with TemporaryDirectory() as folder:
-        written = Paths(Path(folder) / "checkout")
-        for pattern in ("README.md", "docs/*.md", "results/*.md"):
-            for file in sorted(results.paths.root.glob(pattern)):
-                write_text(written.root / file.relative_to(results.paths.root), file.read_text(encoding="utf-8"))
-        pages, documents, built = _build_pages(papers, results, judge, Path(folder) / "figures")
-        _write_pages([report for report, _ in pages], documents, [*built, *passages], written)
-        files = sorted(file for file in written.root.rglob("*") if file.is_file())
-        names = [file.relative_to(written.root).as_posix() for file in files]
-        return [each for name in names for each in _compare_files(results.paths.root / name, written.root / name, name)]
-
-
-def _build_pages(papers: Sequence[Paper], results: Results, judge: _Judge, figures: Path) -> _Built:
-    """Judge, draw into `figures`, and build the pages for a browser, those of Git by file, and the passages."""
+    reports = [judge_paper(paper, results) for paper in papers]
+    figures = folder / "figures"
     figures.mkdir(parents=True, exist_ok=True)  # an output of the graph, also while there is nothing to draw
-    pages, documents, passages = [], {}, []
-    reports = [judge(paper, results) for paper in papers]
-    first, *_ = reports
     # a picture that several papers show is drawn once
     drawings = {name: draw for report in reports for name, (_, draw) in list_drawings(report).items()}
     for name, draw in drawings.items():
         draw(figures / name)
+    pages, files, built = _build_pages(reports)
+    html = render_html(pages) if with_html else None  # a damaged picture ends this before anything is written
+    _write_pages(files, [*built, *passages], results.paths.root)
+    if html is not None:
+        write_text(folder / "report.html", html)
+    counts = count_statuses(reports[0].all)
+    return " / ".join(f"{word} {counts[word]}" for word in STATUSES) + f" of {counts.total()}"
+
+
+def find_outdated(papers: Sequence[Paper], results: Results, *, passages: Iterable[_Passage] = ()) -> list[str]:
+    """The pages and the blocks of pages that `write_report` would change, but for pictures; nothing is written."""
+    root = results.paths.root
+    with TemporaryDirectory() as folder:
+        written = Path(folder)
+        for pattern in ("README.md", "docs/*.md", "results/*.md"):
+            for file in sorted(root.glob(pattern)):
+                write_text(written / file.relative_to(root), file.read_text(encoding="utf-8"))
+        _, files, built = _build_pages([judge_paper(paper, results) for paper in papers])
+        _write_pages(files, [*built, *passages], written)
+        made = (file for file in sorted(written.rglob("*")) if file.is_file())
+        names = [file.relative_to(written).as_posix() for file in made]
+        return [each for name in names for each in _compare_files(root / name, written / name, name)]
+
+
+def _build_pages(reports: Sequence[Report]) -> tuple[list[tuple[Report, str]], dict[str, str], list[_Passage]]:
+    """Build the pages for a browser, the files of Git by name, and the passages; the figures are drawn already."""
+    pages, documents, passages = [], {}, []
     for report in reports:
         paper = report.paper
         runs = build_runs(report, reports)
@@ -93,25 +84,23 @@ def _build_pages(papers: Sequence[Paper], results: Results, judge: _Judge, figur
         documents |= {paper.page: page} | ({paper.runs_page: runs} if runs else {})
         documents |= {each.file: _render(each.text, report, reports) for each in paper.documents}
         passages += build_passages(report)
-    documents[ERRATA_PAGE] = _render(_ERRATA, first, reports)
+    first = reports[0]
+    documents[_ERRATA_PAGE] = _render(_ERRATA, first, reports)
     passages += [("README.md", name, block) for name, block in readme_blocks(reports).items()]
     claims = first.paper.ledger_file.with_name("claims.md.j2")
     if claims.is_file():
         passages.append(("README.md", "claims", _render(claims, first, reports).rstrip()))
-    return pages, documents, passages
+    files = {name: place_on_page(text, name) for name, text in documents.items()}
+    files |= {report.paper.claims_file: format_csv(export_rows(report.all)) for report in reports}
+    return pages, files, passages
 
 
-def _write_pages(
-    reports: Iterable[Report], documents: Mapping[str, str], passages: Iterable[Passage], paths: Paths
-) -> None:
-    """Write what Git keeps, but for pictures, into the checkout at `paths`."""
-    for report in reports:
-        paper = report.paper
-        write_csv(paths.root / paper.claims_file, export_rows(report.all))
-    for name, text in documents.items():
-        write_text(paths.root / name, place_on_page(text, name))
+def _write_pages(files: Mapping[str, str], passages: Iterable[_Passage], root: Path) -> None:
+    """Write what Git keeps, but for pictures, into the checkout at `root`."""
+    for name, text in files.items():
+        write_text(root / name, text)
     for name, marker, text in passages:
-        file = paths.root / name
+        file = root / name
         if file.is_file() and f"<!-- {marker} -->\n" in file.read_text(encoding="utf-8"):
             replace_block(file, marker, place_on_page(text, name))
 
@@ -160,11 +149,11 @@ def _render(file: Path, report: Report, reports: Sequence[Report], **more: Calla
 def _link_pages(reports: Iterable[Report]) -> str:
     """The links on top of each page: the front page, the page of each paper, the documentation; Git has all of them."""
     pages = {"README": "README.md"} | {each.paper.name: each.paper.page for each in reports}
-    pages |= {"errata": ERRATA_PAGE, "documentation": "docs/README.md"}
+    pages |= {"errata": _ERRATA_PAGE, "documentation": "docs/README.md"}
     return " · ".join(f"[{text}]({file})" for text, file in pages.items())
 
 
-def build_passages(report: Report) -> list[Passage]:
+def build_passages(report: Report) -> list[_Passage]:
     """Each passage that a paper declares."""
     return [
         (file, marker, build(report))

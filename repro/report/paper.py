@@ -1,7 +1,6 @@
 """The report's interface to a paper: each package of `repro.papers` declares one `Paper`."""
 
 import dataclasses
-import fnmatch
 import importlib.resources
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -48,10 +47,8 @@ class Suite:
 
     def list_places(self, variants: Iterable[str]) -> dict[str, str]:
         """Place of a cell -> its variant."""
-        own = (name for name in variants if name not in self.others)
-        return {cell.format(variant=name): name for name in own for cell in self.cells} | {
-            place: name for name, place in self.others.items()
-        }
+        own = {cell.format(variant=name): name for name in variants for cell in self.cells if name not in self.others}
+        return own | {place: name for name, place in self.others.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,10 +81,6 @@ class Question:
     entries: tuple[str, ...]  # patterns of ids
     shown: tuple[str, ...] = ()  # ids of the entries whose numbers are shown before the count; they have one unit
     shown_label: str = ""  # a name for these numbers
-
-    def find(self, ledger: Ledger) -> list[str]:
-        """The ids that the patterns name, in the ledger's order."""
-        return [name for name in ledger.entries if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.entries)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,10 +14,9 @@ from ..core.statistics import clip_share, describe_sample, share_interval
 from .markdown import show_interval
 
 _Item = TypeVar("_Item")
-Name = TypeVar("Name", bound=Hashable)
 _Trained = TypeVar("_Trained")  # has `most_seeds`
 PIPELINE, OUTSIDE = "the pipeline", "outside the pipeline"  # a record's origin: DVC, or a person's own command
-OF_IMAGES = ("top1_percent", "top5_percent")  # scores that are shares of the held-out images
+_OF_IMAGES = ("top1_percent", "top5_percent")  # scores that are shares of the held-out images
 
 
 class Missing(Exception):
@@ -41,12 +40,6 @@ class Source:
     def machine(self) -> str:
         """The device without its threads."""
         return name_machine(self.identity)
-
-    @property
-    def name(self) -> str:
-        """The record's name: its cell, its stage where that has no cells, or its file."""
-        path = PurePosixPath(self.path)
-        return path.parent.name if path.name == "metrics.json" else path.stem
 
     @property
     def device(self) -> str:
@@ -121,13 +114,11 @@ def read_sources(paths: Paths, stages: Iterable[str]) -> list[Source]:
         is_scored = "by_seed" in source.metrics or "trials" in source.metrics
         return (source.place, source.recipe) if is_scored else source.path
 
-    return [_merge(alike) for alike in group_by(sources, name_experiment).values()]
-
-
-def _merge(alike: Sequence[Source]) -> Source:
-    """The one of some records of one experiment that represents them, with those of other machines."""
-    first, *others = sorted(alike, key=lambda each: (-each.most_seeds, each.path))
-    return dataclasses.replace(first, others=tuple(others))
+    merged = []
+    for alike in group_by(sources, name_experiment).values():
+        first, *others = sorted(alike, key=lambda each: (-each.most_seeds, each.path))
+        merged.append(dataclasses.replace(first, others=tuple(others)))
+    return merged
 
 
 def list_all(sources: Iterable[Source]) -> list[Source]:
@@ -138,15 +129,6 @@ def list_all(sources: Iterable[Source]) -> list[Source]:
 def rank_machine(sources: Collection[Source]) -> tuple[int, int]:
     """Rank a machine's records for a comparison: most records, then most seeds."""
     return len(sources), sum(each.most_seeds for each in sources)
-
-
-def keep_one_machine(named: Mapping[Name, Source]) -> dict[Name, Source]:
-    """The same experiments as one machine made them: the one that made most, as seeds are pairs on one machine only."""
-    by_machine: dict[str, dict[Name, Source]] = {}
-    for name, source in named.items():
-        for each in list_all([source]):
-            by_machine.setdefault(each.machine, {}).setdefault(name, each)
-    return max(by_machine.values(), key=lambda own: rank_machine(own.values()), default={})
 
 
 def describe_origin(sources: Sequence[Source]) -> str:
@@ -203,7 +185,7 @@ def _widen(
 ) -> tuple[float, float] | None:
     if interval is None or interval[1] - interval[0] > 1e-9:
         return interval
-    return share_interval(mean, metrics["held_out_images"]) if key in OF_IMAGES else None
+    return share_interval(mean, metrics["held_out_images"]) if key in _OF_IMAGES else None
 
 
 def warn_of_seeds(sources: Iterable[Source]) -> str:

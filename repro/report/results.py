@@ -16,7 +16,7 @@ from .paper import Paper
 from .records import Missing, Source, check_mapping, name_keys, read_sources, read_speeds
 
 
-class Benchmark(NamedTuple):
+class _Benchmark(NamedTuple):
     """A data set of the field, and when a score on it may be set against a paper's."""
 
     name: str
@@ -25,24 +25,28 @@ class Benchmark(NamedTuple):
 
 
 # kind of data set -> the data set
-BENCHMARKS = {
-    "imagenet": Benchmark("ImageNet-1K", 50_000, starts_pretrained=False),
-    "coco": Benchmark("COCO 2017", 5_000, starts_pretrained=True),
-    "ade20k": Benchmark("ADE20K", 2_000, starts_pretrained=True),
+_BENCHMARKS = {
+    "imagenet": _Benchmark("ImageNet-1K", 50_000, starts_pretrained=False),
+    "coco": _Benchmark("COCO 2017", 5_000, starts_pretrained=True),
+    "ade20k": _Benchmark("ADE20K", 2_000, starts_pretrained=True),
 }
-PROFILE = "profiles/paper.yaml"
+_PROFILE = "profiles/paper.yaml"
 _ADAPTER = "vit_adapter"  # the model of the counts of a backbone with its adapter
 # how multiply-adds are counted, see `repro.bench.flops`
 _CONVENTIONS = "macs_g", "macs_g_paper_convention", "macs_g_of_authors", "macs_g_fvcore"
 # published scores of drawn pictures: their number, and the reference batch
-DRAWN, REFERENCE = 50_000, "VIRTUAL_imagenet256_labeled.npz"
+_DRAWN, _REFERENCE = 50_000, "VIRTUAL_imagenet256_labeled.npz"
 # (a speed's row in words, its median, the ends of its range over processes, None for one) -> the speed to compute with
 Choose = Callable[[str, float, tuple[float, float] | None], float]
 # a filter on trainings: any of `image_size`, `epochs`, `mesa` (taught by the moving average of weights) and `frozen`
 # (a linearization that kept the weights of its softmax model)
 _Training = Mapping[str, Any]
-_WORDS = {"MESA": {"mesa": True}, "no MESA": {"mesa": False}}
-_WORDS |= {"linearized": {"frozen": False}, "linearized, frozen": {"frozen": True}}
+_WORDS = {
+    "MESA": ("mesa", True),
+    "no MESA": ("mesa", False),
+    "linearized": ("frozen", False),
+    "linearized, frozen": ("frozen", True),
+}
 # of two rows that measure the same, the one of the first backend counts, then the one over more processes
 _BACKENDS = ("triton", "numba", "torch")
 
@@ -80,7 +84,8 @@ def parse_training(asked: Sequence[int | str]) -> _Training:
         elif match := re.fullmatch(r"(\d+) epochs", each):
             found["epochs"] = int(match[1])
         elif each in _WORDS:
-            found |= _WORDS[each]
+            name, value = _WORDS[each]
+            found[name] = value
         else:
             words = "`36 epochs`, `MESA`, `no MESA`, `linearized` or `linearized, frozen`"
             raise ValueError(f"{each!r}: no training; write a side in pixels, {words}")
@@ -116,7 +121,7 @@ class Results:
             if source.stage == "complexity":
                 for name, row in check_mapping(source.metrics["rows"], f"{source.path}: metrics.rows").items():
                     check_mapping(row, f"{source.path}: {name}")
-                    found[f"{self.model_key(row)}@{size_of(row)}"] = row, source
+                    found[f"{self.model_key(row)}@{_size_of(row)}"] = row, source
         return found
 
     @cached_property
@@ -156,18 +161,21 @@ class Results:
     ) -> dict[str, Callable]:
         """`fps` and `memory_mib` over one group; rows with `attention` stand for the paper's unfused ones."""
 
-        def look_up(field: str, model: str, size: int, asked: str | None = None) -> float:
-            return self._speed(group, field, model, size, attention if asked == "unfused" else asked)[field]
+        def find_row(field: str, model: str, size: int, asked: str | None = None) -> Mapping[str, Any]:
+            return self._speed(group, field, model, size, attention if asked == "unfused" else asked)
 
         def fps(model: str, size: int, asked: str | None = None) -> float:
-            row = self._speed(group, "throughput_img_per_s", model, size, attention if asked == "unfused" else asked)
+            row = find_row("throughput_img_per_s", model, size, asked)
             speed, latencies = row["throughput_img_per_s"], row["latency_range_ms"]
             if choose is None:
                 return speed
             ends = latencies and tuple(speed * row["latency_ms"] / end for end in reversed(latencies))
             return choose(f"{model} at {size}, {row['attention']}", speed, ends)
 
-        return {"fps": fps, "memory_mib": partial(look_up, "peak_memory_mib")}
+        def memory_mib(*asked: Any) -> float:
+            return find_row("peak_memory_mib", *asked)["peak_memory_mib"]
+
+        return {"fps": fps, "memory_mib": memory_mib}
 
     def stands_on(self, paper: Paper, model: str) -> bool:
         """Tell whether a paper's page shows a model's runs; a family of no paper is shown by the primary one."""
@@ -186,7 +194,7 @@ class Results:
 
     def is_full(self, source: Source) -> bool:
         """Tell whether the score is on a benchmark's whole validation split, and on no other of the same size."""
-        benchmark, m = BENCHMARKS.get(source.metrics["kind"]), source.metrics
+        benchmark, m = _BENCHMARKS.get(source.metrics["kind"]), source.metrics
         return benchmark is not None and (m.get("split"), m.get("held_out_images")) == ("val", benchmark.val_images)
 
     def require(self, fits: Callable[[Source], object], reason: str, command: str) -> list[Source]:
@@ -229,10 +237,15 @@ class Results:
 
     def _score(self, kind: str, model: str, key: str, *asked: int | str) -> float:
         training = parse_training(asked)
-        benchmark, command = BENCHMARKS[kind], self._score_command(kind, model, training)
-        of_kind = (each for each in self.score_sources if each.metrics["kind"] == kind and self.is_full(each))
-        alike = (each for each in of_kind if self._is_as_described(each, benchmark, training))
-        fitting = [each for each in alike if self.model_key(each.metrics, each.path) == model]
+        benchmark, command = _BENCHMARKS[kind], self._score_command(kind, model, training)
+        fitting = [
+            each
+            for each in self.score_sources
+            if each.metrics["kind"] == kind
+            and self.is_full(each)
+            and self._is_as_described(each, benchmark, training)
+            and self.model_key(each.metrics, each.path) == model
+        ]
         if not fitting:
             raise Missing(f"no run on all of {benchmark.name}; smaller runs are never compared", command)
         # the longest training, and of those the first by name: never the one with the best score
@@ -242,7 +255,7 @@ class Results:
         self.used.add(source.path)
         return source.metrics[key]
 
-    def _is_as_described(self, source: Source, benchmark: Benchmark, training: _Training) -> bool:
+    def _is_as_described(self, source: Source, benchmark: _Benchmark, training: _Training) -> bool:
         """Tell whether a record's training and evaluation allow a comparison with a paper's score."""
         record = source.metrics
         if "options" not in record:  # evaluated from a file that does not say which variant of the model it holds
@@ -257,12 +270,12 @@ class Results:
 
     def _score_command(self, kind: str, model: str, training: _Training) -> str:
         is_foreign = model.split("_")[0] not in self.families
-        if is_foreign and not BENCHMARKS[kind].starts_pretrained and not training.keys() - {"image_size"}:
+        if is_foreign and not _BENCHMARKS[kind].starts_pretrained and not training.keys() - {"image_size"}:
             return f"repro evaluate --model {model} --pretrained --data {kind}"
         for section in self.scores:
             if (cell := self.find_cell(section, model, kind, training)) is not None:
                 return f"repro profile use paper && repro {section} --cell {cell}"
-        return f"none: {PROFILE} has no cell that trains it so"
+        return f"none: {_PROFILE} has no cell that trains it so"
 
     def _raised(self, probe: str) -> float:
         """The percentage of probed models whose inner loss rises by the steps of a probe."""
@@ -279,15 +292,15 @@ class Results:
             if manifest["kind"] == kind and not manifest.get("departures"):
                 self.used.add(where)
                 return len(manifest["classes"]) if split == "classes" else manifest["splits"][split]["images"]
-        raise Missing(f"{BENCHMARKS[kind].name} is not here", f"repro data check {kind} ROOT")
+        raise Missing(f"{_BENCHMARKS[kind].name} is not here", f"repro data check {kind} ROOT")
 
     @cached_property
-    def profile_cells(self) -> dict[tuple[str, str], Any]:
-        """(section, name) -> cell, of all profiles: a name means one definition in all of them."""
-        found: dict[tuple[str, str], Any] = {}
+    def profile_cells(self) -> dict[str, Any]:
+        """`SECTION.NAME` -> cell, of all profiles: a name means one definition in all of them."""
+        found = {}
         for profile in list_profiles(self.paths):
             for section, cells in load_yaml(find_profile(self.paths, profile)).items():
-                found |= {(section, name): cell for name, cell in (cells or {}).items()}
+                found |= {f"{section}.{name}": cell for name, cell in (cells or {}).items()}
         return found
 
     @cached_property
@@ -302,7 +315,7 @@ class Results:
             if not isinstance(cell, Mapping) or "model" not in cell or not fits_training(cell, training):
                 continue
             is_of_kind = (prepared.get(cell.get("data")) or {}).get("kind") == kind
-            if is_of_kind and self.model_key(cell, f"{PROFILE}: {section}.{name}") == model:
+            if is_of_kind and self.model_key(cell, f"{_PROFILE}: {section}.{name}") == model:
                 return name
         return None
 
@@ -312,8 +325,8 @@ class Results:
         for part in path:
             value = value.get(part) if isinstance(value, Mapping) else None
         if value is None:
-            raise Missing(f"{PROFILE}{absent}", "repro profile show paper")
-        self.used.add(PROFILE)
+            raise Missing(f"{_PROFILE}{absent}", "repro profile show paper")
+        self.used.add(_PROFILE)
         return value
 
     def _profile(self, section: str, model: str, kind: str, key: str) -> float:
@@ -325,24 +338,24 @@ class Results:
         return value[-1] if isinstance(value, list) else value
 
     def _expected(self, kind: str, split: str) -> int:
-        prepared = self.paper_profile.get("prepare_data") or {}
-        of_kind = (name for name, cell in prepared.items() if cell.get("kind") == kind)
-        name = next((each for each in of_kind if split in (prepared[each].get("expected") or {})), None)
+        prepared = (self.paper_profile.get("prepare_data") or {}).items()
+        own = (name for name, cell in prepared if cell.get("kind") == kind and split in (cell.get("expected") or {}))
+        name = next(own, None)
         return self._state(f" has no data set of kind {kind}", "prepare_data", name, "expected", split)
 
     def _drawn(self, model: str, key: str) -> float:
         """A score against ADM's reference batch, of pictures by weights of a whole training by the profile's cell."""
         cell = self.find_cell("generate", model, "latents", {})
         if cell is None:
-            raise Missing(f"{PROFILE} has no generate cell for it", "none")
+            raise Missing(f"{_PROFILE} has no generate cell for it", "none")
         asked = self.paper_profile["generate"][cell]
         about = {name: asked[name] for name in ("epochs", "batch_size")} | {"kind": "latents", "classes": 1000}
         about |= {"steps": asked["epochs"] * asked["steps_per_epoch"], "init": None, "image_size": 256}
-        about |= {"split": "val", "held_out_images": BENCHMARKS["imagenet"].val_images}
+        about |= {"split": "val", "held_out_images": _BENCHMARKS["imagenet"].val_images}
         alike = (source for source in self.score_sources if about.items() <= source.metrics.items())
         own = (source for source in alike if self.model_key(source.metrics, source.path) == model)
         trained = {run["weights_hash"] for source in own for run in source.metrics.get("by_seed", ())}
-        drawn = {"protocol": REFERENCE, "samples": DRAWN, "image_size": 256, "sampling": asked["sampling"]}
+        drawn = {"protocol": _REFERENCE, "samples": _DRAWN, "image_size": 256, "sampling": asked["sampling"]}
         for source in self.sources:
             m = source.metrics
             is_alike = all(m.get(name) == value for name, value in drawn.items()) and m.get(key) is not None
@@ -350,8 +363,8 @@ class Results:
                 self.used.add(source.path)
                 return m[key]
         files = "--vae DECODER --inception inception-2015-12-05.pt"
-        draw = f"repro generate --weights WEIGHTS --samples {DRAWN} {files} --data {REFERENCE}"
-        why = f"no {DRAWN:,} pictures by a whole training were scored against ADM's reference batch"
+        draw = f"repro generate --weights WEIGHTS --samples {_DRAWN} {files} --data {_REFERENCE}"
+        why = f"no {_DRAWN:,} pictures by a whole training were scored against ADM's reference batch"
         train = f"repro profile use paper && repro generate --cell {cell}"
         raise Missing(f"{why}; others are never compared", f"{train} && {draw}")
 
@@ -363,8 +376,11 @@ class Results:
             place = _BACKENDS.index(backend) if backend in _BACKENDS else len(_BACKENDS)
             return place, -found[0]["processes"], found[1].path
 
-        rows = (each for each in self.speed_rows.get(group, []) if self.model_key(each[0], each[1].path) == model)
-        fitting = [each for each in rows if (size_of(each[0]), each[0]["attention"]) == (str(size), attention)]
+        fitting = [
+            (row, source)
+            for row, source in self.speed_rows.get(group, [])
+            if (self.model_key(row, source.path), _size_of(row), row["attention"]) == (model, str(size), attention)
+        ]
         row, source = min(fitting, key=rank, default=(None, None))
         if row is None or row["status"] != "ok" or row[field] is None:
             why = f"{row['status']}: {row.get('reason')}" if row else "no such row"
@@ -386,7 +402,7 @@ class Results:
         )
 
 
-def size_of(row: Mapping[str, Any]) -> str:
+def _size_of(row: Mapping[str, Any]) -> str:
     """The image size of a row: `224`, or `800x1344` where the image is no square."""
     size = row["image_size"]
     height, width = size if isinstance(size, list) else (size, size)

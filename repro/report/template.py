@@ -4,16 +4,20 @@ import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .answer import judge_question
 from .claims import Report
-from .gallery import find_all_speeds
+from .gallery import Speeds, find_all_speeds
 from .results import Missing
 from .variants import judge_variants
 from .verdicts import Status, count_statuses
 
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
 _MARK = "\0"  # before and behind the reason for which a number is missing
+_NOT_MEASURED = "not measured"
 _LINE_BREAK = re.compile(r"\s*\n(?!\||- |\d+\. )\s*")  # within a paragraph or an item of a list
 
 
@@ -27,27 +31,32 @@ def render_template(file: Path, report: Report, parts: Mapping[str, Callable[...
         report: the functions' first argument.
         parts: the functions that the template may call besides those of this module.
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    environment = Environment(
-        loader=FileSystemLoader(file.parent),
-        autoescape=False,
-        undefined=StrictUndefined,
-        finalize=lambda value: f"{value:,}" if isinstance(value, int) else value,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
+    environment = make_environment(file.parent)
+    environment.finalize = lambda value: f"{value:,}" if isinstance(value, int) else value
     own = (judge, printed, compare_speed, compare_memory, name_device, count_pairs, count_status)
     functions = {each.__name__: each for each in own} | {**parts}
     environment.globals = {name: partial(_call, part, report) for name, part in functions.items()}
-    paragraphs: list[str] = []
+    paragraphs = []
     for text in re.split(r"\n\s*\n", environment.get_template(file.name).render().strip()):
         if _MARK in text:
             text = text.split(_MARK)[1]
         if text not in paragraphs[-1:]:
             paragraphs.append(_LINE_BREAK.sub(" ", text))
     return "\n\n".join(paragraphs) + "\n"
+
+
+def make_environment(folder: Path, *, autoescape: bool = False) -> "Environment":
+    """The settings of Jinja2 for the templates of a folder, Markdown and HTML; an unknown name is an error."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    return Environment(
+        loader=FileSystemLoader(folder),
+        autoescape=autoescape,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
 
 
 def _call(part: Callable[..., Any], report: Report, *arguments: Any) -> Any:
@@ -62,8 +71,7 @@ def _call(part: Callable[..., Any], report: Report, *arguments: Any) -> Any:
 def judge(report: Report, says: str) -> str:
     """The answer to a question of the verdict in words, with its numbers."""
     (question,) = (each for each in report.paper.questions if each.says == says)
-    own = [report.verdicts[name] for name in question.find(report.paper.ledger)]
-    verb, detail = judge_question(own)
+    verb, detail = judge_question(report.select(question))
     return f"{verb.strip()} ({detail})"
 
 
@@ -74,26 +82,23 @@ def printed(report: Report, name: str) -> str:
 
 def compare_speed(report: Report, kind: str, size: int, attention: str) -> str:
     """The speedup over the baseline on a `GPU` or a `CPU` at an image size, with its interval."""
-    return _compare(report, kind, "find_ratios", size, attention)
+    speeds = _find_speeds(report, kind)
+    return (speeds.find_ratio(attention, size) or "–") if speeds else _NOT_MEASURED
 
 
 def compare_memory(report: Report, kind: str, size: int, attention: str) -> str:
     """The difference in memory to the baseline on a `GPU` or a `CPU`."""
-    return _compare(report, kind, "find_memory", size, attention)
+    speeds = _find_speeds(report, kind)
+    return (speeds.find_memory(attention, size) or "–") if speeds else _NOT_MEASURED
 
 
 def name_device(report: Report, kind: str) -> str:
     """The device, batch and precision of `compare_speed`; `not measured` where there is none."""
     speeds = _find_speeds(report, kind)
-    return str(speeds.group).partition(": ")[2] if speeds else "not measured"
+    return str(speeds.group).partition(": ")[2] if speeds else _NOT_MEASURED
 
 
-def _compare(report: Report, kind: str, what: str, size: int, attention: str) -> str:
-    speeds = _find_speeds(report, kind)
-    return getattr(speeds, what)(report.paper.comparison)[attention].get(size, "–") if speeds else "not measured"
-
-
-def _find_speeds(report: Report, kind: str) -> Any:
+def _find_speeds(report: Report, kind: str) -> Speeds | None:
     """The rows of a kind of device with the largest batch, in which the host's share is least."""
     every = find_all_speeds(report.paper.comparison, report.results)
     return next((speeds for speeds in every if speeds.is_gpu == (kind == "GPU")), None)

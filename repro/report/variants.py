@@ -9,7 +9,7 @@ from functools import cache, partial
 from typing import Any
 
 from .claims import Report
-from .ledger import Column, Ledger
+from .ledger import Ledger
 from .markdown import bullets, join, number, picture, strong, table
 from .ordering import AT_CHANCE, FEW_IMAGES, MOST_SEEDS, TOP1, Ordering, Pair, judge_ordering
 from .paper import Drawings, Paper, Suite, VariantTable
@@ -57,12 +57,6 @@ class Group:
         m, seeds = self.common, describe_seeds(self.variants.values())
         length = f"{m['epochs']} epoch{'s' if m['epochs'] > 1 else ''}, {seeds}"
         return f"{m['model']} on {m['data']}, {length}, {self.rates}"
-
-    @property
-    def origin(self) -> str:
-        """The title, the image size and the machine."""
-        where = f"{self.common['image_size']}² pixels, {self.machine}"
-        return f"{self.title}, {where}"
 
     def at(self, where: VariantTable) -> dict[str, Source]:
         """Its variants in a table or figure, in the paper's order."""
@@ -112,11 +106,11 @@ def find_groups(results: Results, paper: Paper, names: Collection[str] = ()) -> 
 def _gather(suite: Suite, members: Mapping[str, Source], searches: Iterable[Source], paper: Paper) -> Group:
     """The group of the records of one machine."""
     ordered = {name: members[name] for name in dict.fromkeys((*paper.variants, *sorted(members))) if name in members}
-    chosen = {name: find_search(suite, name, source, searches) for name, source in ordered.items()}
+    chosen = {name: _find_search(suite, name, source, searches) for name, source in ordered.items()}
     return Group(suite=suite, variants=ordered, searches={name: search for name, search in chosen.items() if search})
 
 
-def find_search(suite: Suite, name: str, source: Source, searches: Iterable[Source]) -> Source | None:
+def _find_search(suite: Suite, name: str, source: Source, searches: Iterable[Source]) -> Source | None:
     """The search that chose the rate of a training: its own machine's, else another's; None where none chose it."""
     if suite.searches is None:
         return None
@@ -133,10 +127,10 @@ def judge_group(group: Group, where: VariantTable, ledger: Ledger) -> Ordering:
     """Test the paper's ordering of a table or figure; see `ordering.judge_ordering`."""
     members, m = group.at(where), group.common
     top1 = {name: source.by_seed(TOP1) for name, source in members.items()}
-    runs = {name: source.metrics["by_seed"] for name, source in members.items()}
-    ends = {name: {run["seed"]: find_ends(run) for run in own} for name, own in runs.items()}
-    orders = find_orders(where, ledger)
-    return judge_ordering(top1, ends, orders, m["held_out_images"], m["classes"], where.margins)
+    ends = {
+        name: {run["seed"]: find_ends(run) for run in source.metrics["by_seed"]} for name, source in members.items()
+    }
+    return judge_ordering(top1, ends, find_orders(where, ledger), m["held_out_images"], m["classes"], where.margins)
 
 
 def find_ends(run: Mapping[str, Any]) -> tuple[float | None, float]:
@@ -183,7 +177,8 @@ def list_ablations(report: Report) -> str:
     for group, at, it in judged:
         others = [(each.machine, other) for each, other, _ in _judge_elsewhere(group, at, ledger)]
         again = "; ".join(f"{machine}: {other.shown}, by {_count(other.pairs)}" for machine, other in others)
-        rows.append([at.place, group.origin, strong(it.shown), it.why, number(it.tau, ".2f"), again or "–"])
+        origin = f"{group.title}, {group.common['image_size']}² pixels, {group.machine}"
+        rows.append([at.place, origin, strong(it.shown), it.why, number(it.tau, ".2f"), again or "–"])
     header = ["", "trained", "verdict", "because", "τ", "elsewhere"]
     blocks = [table(header, rows)]
     drawn = _to_draw(report)
@@ -257,14 +252,14 @@ def plan_figures(report: Report) -> Drawings:
 
 def find_shown(report: Report) -> set[str]:
     """The paths of the records that `list_ablations` or another document alone shows."""
-    sources = [source for group, where in _list_pairs(report) for source in group.at(where).values()]
-    own = {source.path for source in sources if source.place.startswith("ablate")}
-    shown = {each.path for each in report.results.sources if own & {of.path for of in list_all([each])}}
+    own = {source.path for group, where in _list_pairs(report) for source in group.at(where).values()}
     patterns = [document.records for document in report.paper.documents]
-    named = (
-        source for source in report.results.sources if any(fnmatch.fnmatch(source.place, each) for each in patterns)
-    )
-    return shown.union(source.path for source in named)
+    shown = set()
+    for source in report.results.sources:
+        ablated = any(of.path in own and of.place.startswith("ablate") for of in list_all([source]))
+        if ablated or any(fnmatch.fnmatch(source.place, pattern) for pattern in patterns):
+            shown.add(source.path)
+    return shown
 
 
 def _pair(report: Report) -> list[tuple[Group, VariantTable]]:
@@ -315,7 +310,7 @@ def _rows_table(group: Group, where: VariantTable, report: Report) -> str:
     extra = [key for key in asked if key != TOP1 and any(key in scores for scores in downstream.values())]
     # its own table already compares the paper's sizes and speeds with ours
     printed = [key for key in asked if columns[key].kind == "accuracy" and (key == TOP1 or key in extra)]
-    theirs = [f"paper: {_label(columns[key], key)}" for key in printed]
+    theirs = [f"paper: {'Top-1 (%)' if key == TOP1 else columns[key].label}" for key in printed]
     measured = ("params (M)", "MACs (G)", "Top-1 (%)", *(columns[key].label for key in extra))
     rows = []
     for name, source in members.items():
@@ -358,19 +353,15 @@ def count_macs(model: str, options: str, image_size: int, classes: int) -> float
         return None
 
 
-def _label(column: Column, key: str) -> str:
-    if key == TOP1:
-        return "Top-1 (%)"
-    return f"{column.label} ({column.unit})" if column.unit in ("M", "G") else column.label
-
-
 def _downstream_scores(results: Results, source: Source) -> dict[str, float]:
     """The scores of the detectors and segmenters whose first weights are this record's."""
     weights = f"artifacts/{source.place}/weights.safetensors"
-    found = (other.metrics for other in results.score_sources)
-    began = [m for m in found if (m.get("init") or {}).get("weights") == weights]
     keys = {key for scores in results.scores.values() for key in scores} - {TOP1}
-    return {key: m[key] for m in began for key in keys if isinstance(m.get(key), (int, float))}
+    found = {}
+    for m in (other.metrics for other in results.score_sources):
+        if (m.get("init") or {}).get("weights") == weights:
+            found |= {key: m[key] for key in keys if isinstance(m.get(key), (int, float))}
+    return found
 
 
 def _pairs_table(where: VariantTable, found: Ordering, ledger: Ledger) -> str:
@@ -378,13 +369,8 @@ def _pairs_table(where: VariantTable, found: Ordering, ledger: Ledger) -> str:
     for pair in found.pairs:
         printed = [find_printed(ledger, where.rows[name], TOP1) for name in (pair.better, pair.worse)]
         theirs = "–" if where.orders is not None else f"{float(printed[0]) - float(printed[1]):+.1f}"
-        rows.append([pair.claim, theirs, pair.show(2), number(pair.p, ".3f"), pair.word, _show_needed(pair)])
+        needed = f"over {MOST_SEEDS}" if pair.needed is None else number(pair.needed)
+        if pair.side or pair.limit in (AT_CHANCE, FEW_IMAGES):
+            needed = f"– ({pair.limit})" if pair.limit else "–"
+        rows.append([pair.claim, theirs, pair.show(2), number(pair.p, ".3f"), pair.word, needed])
     return table(["the paper's order", "paper (points)", "ours (points) [95 %]", "p (Holm)", "", "seeds needed"], rows)
-
-
-def _show_needed(pair: Pair) -> str:
-    if pair.limit in (AT_CHANCE, FEW_IMAGES):
-        return f"– ({pair.limit})"
-    if pair.side:
-        return "–"
-    return f"over {MOST_SEEDS}" if pair.needed is None else number(pair.needed)

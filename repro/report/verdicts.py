@@ -12,52 +12,53 @@ from .ledger import Entry
 from .markdown import bullets
 from .results import SpeedGroup
 
-# word of a status -> a sentence for the legend
-_MEANINGS = {
-    "matched": "ours, rounded to the paper's printed digits, is the paper's number",
-    "matched, truncated": "ours is the paper's number when its further digits are cut off",
-    "fitted": "ours agrees by a convention that was fitted to such rows, so that it is no evidence",
-    "declared": "a setting that was copied from the paper, or trivial arithmetic; it agrees, and is no evidence",
-    "differs, explained": "ours is another number (ours − paper is in parentheses), and a computation or a source shows why",
-    "differs, unexplained": "ours is another number, and nobody has shown why",
-    "paper inconsistent": "the paper contradicts itself, and no rounding of its numbers explains it; the page lists the evidence",
-    "not measurable as described": "nobody can have measured this under the conditions that the paper names; the page lists the computation",
-    "not measured": "we have no number under the paper's conditions, and the page lists reasons and commands",
-    "out of scope": "it needs a model of another field than vision, which this project does not build",
-}
-
 
 class Status(enum.StrEnum):
     """A status of an entry: its word as claims.csv has it, with its mark in a table, and its meaning."""
 
-    MATCHED = "matched", "✓"
-    TRUNCATED = "matched, truncated", "✓"
-    FITTED = "fitted", "≈"
-    DECLARED = "declared", "≈"
-    EXPLAINED = "differs, explained", "≠ᵉ"
-    UNEXPLAINED = "differs, unexplained", "≠"
-    INCONSISTENT = "paper inconsistent", "⚠"
-    NOT_MEASURABLE = "not measurable as described", "–"
-    NOT_MEASURED = "not measured", "–"
-    OUT_OF_SCOPE = "out of scope", "○"
+    MATCHED = "matched", "✓", "ours, rounded to the paper's printed digits, is the paper's number"
+    TRUNCATED = "matched, truncated", "✓", "ours is the paper's number when its further digits are cut off"
+    FITTED = "fitted", "≈", "ours agrees by a convention that was fitted to such rows, so that it is no evidence"
+    DECLARED = (
+        "declared",
+        "≈",
+        "a setting that was copied from the paper, or trivial arithmetic; it agrees, and is no evidence",
+    )
+    EXPLAINED = (
+        "differs, explained",
+        "≠ᵉ",
+        "ours is another number (ours − paper is in parentheses), and a computation or a source shows why",
+    )
+    UNEXPLAINED = "differs, unexplained", "≠", "ours is another number, and nobody has shown why"
+    INCONSISTENT = (
+        "paper inconsistent",
+        "⚠",
+        "the paper contradicts itself, and no rounding of its numbers explains it; the page lists the evidence",
+    )
+    NOT_MEASURABLE = (
+        "not measurable as described",
+        "–",
+        "nobody can have measured this under the conditions that the paper names; the page lists the computation",
+    )
+    NOT_MEASURED = (
+        "not measured",
+        "–",
+        "we have no number under the paper's conditions, and the page lists reasons and commands",
+    )
+    OUT_OF_SCOPE = (
+        "out of scope",
+        "○",
+        "it needs a model of another field than vision, which this project does not build",
+    )
 
-    def __new__(cls, word: str, mark: str) -> Self:
+    def __new__(cls, word: str, mark: str, means: str) -> Self:
         status = str.__new__(cls, word)
-        status._value_ = word
-        status.mark, status.means = mark, _MEANINGS[word]
+        status._value_, status.mark, status.means = word, mark, means
         return status
 
 
 STATUSES = tuple(Status)
-# the meanings of the marks on a page; statuses without a difference to the reader share a mark
-LEGEND = {
-    "✓": "ours is the paper's number, rounded to its printed digits or cut off at them",
-    "≈": "ours agrees, and is no evidence: a convention that was fitted to such rows, or a setting that was copied from the paper",
-    "≠": "ours is another number, and ours − paper is in parentheses; with ᵉ, a computation or a source shows why",
-    "⚠": "the paper contradicts itself, and no rounding explains it",
-    "–": "not measured, or nobody can have measured it as described; the page says why",
-    "○": "out of scope: it needs a model of another field than vision",
-}
+_FOUND = ("ours", "status", "compared", "how", "delta", "explanation", "evidence", "reason", "command")
 KIND_MEANINGS = {
     "count": "parameters, FLOPs",
     "accuracy": "accuracy (Top-1, AP, mIoU)",
@@ -188,20 +189,14 @@ def format_ratio(times: float, ends: Sequence[float] | None) -> str:
 
 def export_rows(verdicts: Iterable[Verdict]) -> list[dict[str, Any]]:
     """All entries as rows of a table, whose lists are one text each."""
-    return [
-        {name: "; ".join(v) if isinstance(v, list) else v for name, v in _export(each).items()} for each in verdicts
-    ]
-
-
-_FOUND = ("ours", "status", "compared", "how", "delta", "explanation", "evidence", "reason", "command")
-
-
-def _export(verdict: Verdict) -> dict[str, Any]:
-    entry = verdict.entry
-    about = {name: getattr(entry, name) for name in ("id", "kind", "place", "says", "unit")}
-    found = {name: getattr(verdict, name) for name in _FOUND}
-    lists = {"elsewhere": list(map(str, verdict.elsewhere)), "sources": list(verdict.sources)}
-    return {**about, "paper": entry.printed, **found, **lists}
+    rows = []
+    for verdict in verdicts:
+        entry = verdict.entry
+        about = {name: getattr(entry, name) for name in ("id", "kind", "place", "says", "unit")}
+        found = {name: getattr(verdict, name) for name in _FOUND}
+        lists = {name: "; ".join(map(str, getattr(verdict, name))) for name in ("elsewhere", "sources")}
+        rows.append({**about, "paper": entry.printed, **found, **lists})
+    return rows
 
 
 def _format_bool(holds: bool) -> str:

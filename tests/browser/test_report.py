@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from repro.core.csvfile import read_csv
 from repro.core.paths import Paths
 from repro.papers import load_primary
-from repro.report.claims import judge_paper
 from repro.report.pages import write_report
 from repro.report.paper import Paper
 from repro.report.results import Results
@@ -198,8 +196,7 @@ def test_each_paper_has_a_tab_and_links_open_theirs(browser, tmp_path):
     for name in ("params.yaml", "dvc.yaml"):
         (tmp_path / name).write_text("stages: {}\n", encoding="utf-8")
     papers = [load_primary(), Paper(id="other", name="Other", model="Other", ledger_file=ledger)]
-    judge = partial(judge_paper, verbs=["report"])
-    write_report(papers, Results(Paths(tmp_path), papers, {}), judge)
+    write_report(papers, Results(Paths(tmp_path), papers, {}))
     page = browser.new_page(viewport=DESKTOP)
     page.goto((tmp_path / "results" / "report.html").as_uri())
     first, second = (page.locator(f'article[data-paper="{paper.id}"]') for paper in papers)

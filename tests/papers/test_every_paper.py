@@ -12,6 +12,7 @@ from repro.report.ledger import load_ledger
 from repro.report.pages import build_document
 from repro.report.results import Results
 from repro.report.variants import find_groups, find_orders, judge_group
+from stages import stage_names, verb_of
 from tests.conftest import ROOT, run_python
 from tests.imports import import_closure
 from tests.papers.conftest import load_variants, read_key
@@ -174,6 +175,8 @@ def test_every_accuracy_of_a_model_that_is_built_names_its_command(checkout):
     checkout.write("profiles/paper.yaml", (ROOT / "profiles" / "paper.yaml").read_text(encoding="utf-8"))
     results = Results(checkout.paths, papers.values(), {**SCORES, "linearize": SCORES["pretrain"]})
     judged = [verdict for paper in papers.values() for verdict in JUDGE(paper, results).all]
+    commands = [each.command for each in judged if (each.command or "").startswith("repro ")]
+    assert {command.split()[1] for command in commands} <= set(map(verb_of, stage_names()))
     asked = [each for each in judged if each.entry.ours and any(c.name == "accuracy" for c in each.entry.ours.calls)]
     without = [each.entry.id for each in asked if not each.command.startswith("repro ")]
     assert len(asked) > 300 and without == ["table1_frozen.linear.top1_percent"]

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,12 +20,11 @@ from repro.report.pages import build_document, build_runs
 from repro.report.paper import Paper
 from repro.report.results import Results
 from repro.report.verdicts import Verdict
-from stages import stage_names, verb_of
 from stages.report import load_scores, report_on_papers
 from tests.conftest import ROOT
 
 SCORES = load_scores()
-JUDGE = partial(judge_paper, verbs=[verb_of(stage) for stage in stage_names()])
+JUDGE = judge_paper
 
 
 def visualized() -> dict:
@@ -151,11 +149,11 @@ class Checkout:
     def results(self) -> Results:
         return Results(self.paths, [self.paper], SCORES)
 
-    def report(self, speed_dtype: str = "fp16") -> Report:
-        return JUDGE(self.paper, self.results(), speed_dtype=speed_dtype)
+    def report(self) -> Report:
+        return JUDGE(self.paper, self.results())
 
-    def judge(self, speed_dtype: str = "fp16") -> dict[str, Verdict]:
-        return dict(self.report(speed_dtype).verdicts)
+    def judge(self) -> dict[str, Verdict]:
+        return dict(self.report().verdicts)
 
     def report_on(self, ledger: str, **more: Any) -> Report:
         """What the records say of a made-up paper; `more` are fields of its `Paper`."""

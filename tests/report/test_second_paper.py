@@ -67,7 +67,7 @@ def reported(checkout, second):
     )
     papers = [checkout.paper, second]
     results = Results(checkout.paths, papers, SCORES)
-    line = write_report(papers, results, JUDGE)
+    line = write_report(papers, results)
     assert line.endswith(f" of {len(checkout.ledger.entries)}")
     return checkout
 
@@ -92,7 +92,7 @@ def test_it_has_its_own_page_its_own_claims_and_its_documents(reported):
     assert reported.read("docs/second.md") == "# A page of its own\n\n1.0 G\n"
     # the first paper's page is what it is without it, but for the links to the other pages, its second paragraph
     before = reported.read("results/tables.md").split("\n\n", 2)
-    write_report([reported.paper], Results(reported.paths, [reported.paper], SCORES), JUDGE, with_html=False)
+    write_report([reported.paper], Results(reported.paths, [reported.paper], SCORES), with_html=False)
     assert reported.read("results/tables.md").split("\n\n", 2)[::2] == before[::2]
     assert list(read_statuses(reported, "results/claims.csv")) == list(reported.ledger.entries)
 

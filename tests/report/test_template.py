@@ -17,8 +17,6 @@ from repro.report.results import Missing
 from repro.report.template import render_template
 from tests.conftest import ROOT
 
-from .conftest import JUDGE
-
 DETECTOR = {"ap_box_percent": 25.0, "ap50_box_percent": 40.0, "ap_mask_percent": 20.0, "ap50_mask_percent": 35.0}
 PRINTED = '{{ printed("table1.vittt_t.top1_percent") }}'
 REFERENCE = {"ap_box_percent": 25.5, "ap50_box_percent": 30.0, "ap_mask_percent": 20.5, "ap50_mask_percent": 30.0}
@@ -189,7 +187,7 @@ def test_the_report_writes_them_where_the_markers_are_and_nowhere_else(checkout)
     checkout.speed({"model": "a"}, device=checkout.CPU)
     file = checkout.write("results/speed.md", "a\n<!-- spread -->\nold\n<!-- /spread -->\nb\n")
     other = checkout.write("docs/architecture.md", "c\n")
-    write_report([checkout.paper], checkout.results(), JUDGE, with_html=False)
+    write_report([checkout.paper], checkout.results(), with_html=False)
     said = passage(list_spreads, checkout)
     assert file.read_text(encoding="utf-8") == f"a\n<!-- spread -->\n{said}\n<!-- /spread -->\nb\n"
     assert other.read_text(encoding="utf-8") == "c\n" and "batch" in said
