@@ -11,7 +11,7 @@ from ..core.config import DEFAULT_PROFILE, find_profile, load_yaml
 from ..core.errors import UserError
 from ..core.record import read_json, write_json
 from ..core.runtime import RUN_BEGAN
-from ..core.speeds import COMMAND, HOST, bound_ratio, describe_time
+from ..core.speeds import COMMAND, HOST, Row, bound_ratio, describe_time
 from .claims import Report
 from .gallery import COMPILED, Speeds, find_all_speeds, find_speeds, picture_blocks
 from .markdown import join, picture, strong, table
@@ -158,7 +158,7 @@ def _compare_fastest(comparison: Comparison, results: Results) -> str:
     empty without such a place. Times of the host are left out: they say nothing of the device.
     """
     (our_model, ours), (their_model, theirs) = comparison.ours, comparison.theirs
-    sides: dict[tuple[str, int, int], dict[str, list[Mapping[str, Any]]]] = {}
+    sides: dict[tuple[str, int, int], dict[str, list[Row]]] = {}
     for group, measured in results.speed_rows.items():
         for row, source in measured:
             height, width = row["image_size"]
@@ -181,14 +181,14 @@ def _compare_fastest(comparison: Comparison, results: Results) -> str:
     return join([says, table(["measured on", "image", ours, theirs, f"{ours}'s speed against it"], rows)])
 
 
-def _find_fastest(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def _find_fastest(rows: Sequence[Row]) -> Row:
     """The fastest row, where each way stands by its row over most processes: else chance would choose among several."""
     ways = group_by(rows, lambda row: (row["dtype"], row["attention"], row.get("compile"))).values()
     pooled = [max(alike, key=lambda row: row["processes"]) for alike in ways]
     return min(pooled, key=lambda row: row["latency_ms"])
 
 
-def _name_way(row: Mapping[str, Any]) -> str:
+def _name_way(row: Row) -> str:
     """The dtype, the attention and the compilation of a row, in words."""
     attention = row["attention"] and f"{row['attention']} attention"
     return ", ".join(filter(None, [row["dtype"], attention, COMPILED.get(row.get("compile"))]))
@@ -280,14 +280,16 @@ def _comparison_picture(report: Report) -> str:
     comparison = report.paper.comparison
     if (speeds := find_speeds(comparison, report.results)) is None:
         return ""
-    text = f"{comparison.title}: time and peak memory over the image size. {speeds.scope} ("
-    crossings = speeds.describe_crossings()
-    end = ")." if speeds.source.stage else f", {OUTSIDE})."
-    caption = f"{text}`{speeds.source.path}`{end} {crossings}".rstrip()
+    group, source = speeds.group, speeds.source
+    text = (
+        f"{comparison.title}: time and peak memory over the image size. {group}, {group.mode}, commit {source.commit}"
+    )
+    origin = f"`{source.path}`" if source.stage else f"`{source.path}`, {OUTSIDE}"
+    caption = f"{text}{group.caveat} ({origin}). {speeds.describe_crossings()}".rstrip()
     return join([picture(f"figures/{comparison.picture}", comparison.title), caption])
 
 
-def _format_row(row: Mapping[str, Any] | None) -> str:
+def _format_row(row: Row | None) -> str:
     if row is None:
         return "not measured"
     if row["status"] != "ok":

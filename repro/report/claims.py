@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from fnmatch import fnmatchcase
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 from .arithmetic import FUNCTIONS, Number, agreement, decimals, near
@@ -27,9 +28,6 @@ class Report:
     paper: Paper
     results: Results
     verdicts: Mapping[str, Verdict]  # by the id of the entry, in the ledger's order
-    # by the id of an entry that is counted by a convention that was chosen for its row: whether our own convention
-    # agrees as well
-    plain: Mapping[str, bool] = dataclasses.field(default_factory=dict)
 
     @property
     def all(self) -> list[Verdict]:
@@ -44,8 +42,8 @@ class Report:
 def judge_paper(paper: Paper, results: Results) -> Report:
     """Judge every entry of a paper's ledger."""
     judge = _Judge(paper, results)
-    verdicts = {entry.id: judge.judge(entry) for entry in paper.ledger.entries.values()}
-    return Report(paper=paper, results=results, verdicts=verdicts, plain=judge.plain)
+    verdicts = {name: judge.judge(entry) for name, entry in paper.ledger.entries.items()}
+    return Report(paper=paper, results=results, verdicts=verdicts)
 
 
 def _calls(entry: Entry, functions: Set[str]) -> bool:
@@ -65,10 +63,11 @@ class _Judge:
         if batch:
             reason = f"no rows of one {device} at batch {batch}, as in the paper ({_SPEED_DTYPE})"
             missing = reason, f"repro efficiency  # on one {device}"
-        self.plain: dict[str, bool] = {}
         self.formulas = paper.formulas() | {
             "agrees": lambda ours, name: bool(agreement(ours, self.entries[name].printed))
         }
+        self.counts = results.functions()
+        self.unread = dict.fromkeys([*self.counts, *_SPEEDS], _raise_missing("the paper prints no such number", ""))
         self.no_speeds = dict.fromkeys(_SPEEDS, _raise_missing(*missing))
 
     def judge(self, entry: Entry) -> Verdict:
@@ -78,47 +77,52 @@ class _Judge:
                 decided.append(self._violation(entry, relation))
         violations = [evidence for evidence in decided if evidence]
         evidence = entry.contradiction or "; ".join(violations) or None
-        found = {"entry": entry, "evidence": evidence, "checks": len(decided), "violations": len(violations)}
+        conclude = partial(Verdict, checks=len(decided), violations=len(violations))
         if entry.measurable is not None and (why := self._violation(entry, entry.measurable)):
-            found |= {"evidence": why, "elsewhere": tuple(self._elsewhere(entry))}
-            return Verdict(**found, status=Status.NOT_MEASURABLE, reason=why, command="none")
+            found = {"evidence": why, "reason": why, "command": "none", "elsewhere": tuple(self._elsewhere(entry))}
+            return conclude(entry=entry, status=Status.NOT_MEASURABLE, **found)
         beyond = (each.out_of_scope for each in self.ledger.trace(entry) if each.out_of_scope)
         if evidence is None and (why := next(beyond, None)):
-            return Verdict(**found, status=Status.OUT_OF_SCOPE, reason=why, command="none")
+            return conclude(entry=entry, status=Status.OUT_OF_SCOPE, reason=why, command="none")
         self.results.used.clear()
-        entry = self._count_plainly(entry)
-        found["entry"] = entry
+        entry, plainly = self._count_plainly(entry)
+        conclude = partial(conclude, entry=entry, evidence=evidence, plainly=plainly)
         try:
             ours, is_declared = self._ours_or_declared(entry)
         except Missing as missing:
             reason, command = missing.args
             status = Status.INCONSISTENT if evidence else Status.NOT_MEASURED
-            found |= {"elsewhere": tuple(self._elsewhere(entry))}
-            return Verdict(**found, status=status, reason=reason, command=command)
-        found["sources"] = tuple(sorted(self.results.used))
+            return conclude(status=status, reason=reason, command=command, elsewhere=tuple(self._elsewhere(entry)))
+        sources = tuple(sorted(self.results.used))
         how, delta = ("holds" if ours else None), None
         if entry.printed is not None:
             how = agreement(ours, entry.printed, exact=entry.kind == "setting")
             ours, delta = float(ours), float(ours) - float(Fraction(entry.printed))
         explanation = None if how else self._explain(entry)
         compared = self._compare(entry, how, explanation, is_declared)
-        found |= {"compared": compared, "explanation": explanation}
-        status = Status.INCONSISTENT if evidence else compared
-        return Verdict(**found, status=status, ours=ours, how=how, delta=delta)
+        return conclude(
+            status=Status.INCONSISTENT if evidence else compared,
+            compared=compared,
+            ours=ours,
+            how=how,
+            delta=delta,
+            explanation=explanation,
+            sources=sources,
+        )
 
-    def _count_plainly(self, entry: Entry) -> Entry:
-        """The entry, by the column's own convention where that rounds to the printed number too."""
+    def _count_plainly(self, entry: Entry) -> tuple[Entry, bool | None]:
+        """The entry, by the column's own convention where that rounds to the printed number too, and whether it agrees."""
         if entry.plain is None:
-            return entry
+            return entry, None
         plain = dataclasses.replace(entry, ours=entry.plain, plain=None, fitted=None)
         try:
             agrees = agreement(self._ours(plain, self.paper_group), entry.printed)
         except Missing:
-            return entry
+            return entry, None
         finally:
             self.results.used.clear()
-        self.plain[entry.id] = agrees is not None
-        return plain if agrees == "rounding" and entry.fitted == CHOSEN_BY_ROW else entry
+        is_plain = agrees == "rounding" and entry.fitted == CHOSEN_BY_ROW
+        return plain if is_plain else entry, agrees is not None
 
     def _ours_or_declared(self, entry: Entry) -> tuple[Number | bool, bool]:
         """Our counterpart, and whether it is only declared; `Missing` where there is neither."""
@@ -195,10 +199,8 @@ class _Judge:
         self, expression: Expression, moved: Mapping[str, Number] | None = None, *, counted: bool = False
     ) -> Number | bool:
         """The value over the paper's printed numbers, or `moved` ones; `counted`: and over our counts."""
-        counts, absent = self.results.functions(), _raise_missing("the paper prints no such number", "")
-        measured = dict.fromkeys([*counts, *_SPEEDS], absent) | (counts if counted else {})
         printed = moved.__getitem__ if moved else lambda name: Fraction(self.entries[name].printed)
-        return expression.evaluate(printed, {**measured, **self.formulas})
+        return expression.evaluate(printed, self.unread | (self.counts if counted else {}) | self.formulas)
 
     def _ours(self, entry: Entry, group: SpeedGroup | None, choose: Choose | None = None) -> Number | bool:
         """Our counterpart, with speeds from one group of rows; `Missing` where a part was not measured."""
@@ -210,7 +212,7 @@ class _Judge:
         self, expression: Expression, group: SpeedGroup | None, attention: str = "unfused", choose: Choose | None = None
     ) -> Number | bool:
         speeds = self.results.speed_functions(group, attention, choose) if group else self.no_speeds
-        functions = {**self.results.functions(), **speeds, **self.formulas}
+        functions = self.counts | speeds | self.formulas
         try:
             return expression.evaluate(lambda name: self._ours(self.entries[name], group, choose), functions)
         except ZeroDivisionError:

@@ -78,22 +78,23 @@ def describe_speed_rule(report: Report) -> str:
 
 def count_kinds(report: Report) -> str:
     """Count entries by kind and status."""
+    kinds = group_by(report.all, lambda verdict: verdict.entry.kind)
     rows = []
     for kind, label in KIND_MEANINGS.items():
-        counts = count_statuses(verdict for verdict in report.all if verdict.entry.kind == kind)
-        rows.append([label, *(number(counts[word]) for word in STATUSES), number(counts.total())])
+        counts = count_statuses(kinds.get(kind, []))
+        rows.append([label, *(counts[word] for word in STATUSES), counts.total()])
     counts = count_statuses(report.all)
-    rows.append([strong("all"), *(strong(counts[word]) for word in STATUSES), strong(counts.total())])
+    rows.append(map(strong, ["all", *(counts[word] for word in STATUSES), counts.total()]))
     return table(["entries of the ledger", *STATUSES, "all"], rows)
 
 
 def count_relations(report: Report, what: str) -> int:
     """Count relations, `checked`, `hold` or `broken`, or entries, `unmeasured` or `consistent`."""
     own = _find_status(report, Status.NOT_MEASURED)
-    if what in ("unmeasured", "consistent"):
-        return len(own) if what == "unmeasured" else sum(bool(each.checks) and not each.violations for each in own)
-    checks, broken = (sum(getattr(each, name) for each in report.all) for name in ("checks", "violations"))
-    return {"checked": checks, "hold": checks - broken, "broken": broken}[what]
+    checks, broken = sum(each.checks for each in report.all), sum(each.violations for each in report.all)
+    found = {"checked": checks, "hold": checks - broken, "broken": broken, "unmeasured": len(own)}
+    found["consistent"] = sum(bool(each.checks) and not each.violations for each in own)
+    return found[what]
 
 
 def list_headlines(report: Report) -> str:
@@ -106,13 +107,13 @@ def list_tables(report: Report) -> str:
     sections = []
     for about in report.paper.ledger.tables:
         header = ["", *(f"{column.label} ({column.unit})" for column in about.columns.values())]
-        records = about.records
-        own = {row: [report.verdicts[f"{about.id}.{row}.{column}"] for column in about.columns] for row in records}
+        own = {
+            row: [report.verdicts[f"{about.id}.{row}.{column}"] for column in about.columns] for row in about.records
+        }
         rows = [[about.labels[row], *map(_compare, of_row)] for row, of_row in own.items()]
         notes = [f"Each entry: paper → ours. {format_counts(itertools.chain(*own.values()))}.", about.note]
-        for key, column in about.columns.items():
-            names = (f"{about.id}.{row}.{key}" for row in records)
-            if agreeing := [report.plain[name] for name in names if name in report.plain]:
+        for column, verdicts in zip(about.columns.values(), zip(*own.values())):
+            if agreeing := [each.plainly for each in verdicts if each.plainly is not None]:
                 agree = f"{sum(agreeing)} of these {len(agreeing)} {column.label} agree."
                 notes.append(f"By the column's own convention, without one that was chosen for a row, {agree}")
         sections += [f"## {about.place}: {about.title}", " ".join(filter(None, notes)), table(header, rows)]

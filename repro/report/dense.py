@@ -1,7 +1,7 @@
 """Trainings next to a method without learning: their scores, their learning curves, and which classes they confuse."""
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,7 @@ def plan_dense(report: Report) -> Drawings:
         confused.setdefault(data, []).extend(
             source for source in runs if source.stage and source.metrics["by_seed"][0].get("confusion")
         )
-    drawn: dict[str, tuple[list[Source], Callable[[Path], Path]]] = {}
+    drawn = {}
     for data, tasks in learned.items():
         draw = partial(_draw_curves, tasks=tasks, results=report.results)
         drawn[f"learning_{data}.png"] = [source for best in tasks.values() for source in best], draw

@@ -5,10 +5,9 @@ the picture of its model against a baseline over the image size.
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ..core.figures import against_resolution
-from ..core.speeds import HOST, bound_ratio
+from ..core.speeds import HOST, Row, bound_ratio
 from .claims import Report
 from .dense import plan_dense
 from .markdown import join, picture
@@ -81,7 +80,7 @@ class Speeds:
     comparison: Comparison
     group: SpeedGroup
     source: Source
-    rows: dict[tuple[str, str | None, int], Mapping[str, Any]]  # by registered name, attention and image size
+    rows: dict[tuple[str, str | None, int], Row]  # by registered name, attention and image size
 
     def find_ratio(self, attention: str, size: int) -> str:
         """Say how many times as fast the model is as the baseline with this attention, with the ratios of the ends of
@@ -131,7 +130,7 @@ class Speeds:
             said.append(f"{label} has {how}" if how else f"{label} is neither compiled nor frozen")
         return f"{', '.join(said)} ({self.group.device.partition(': ')[2]})"
 
-    def _pair(self, attention: str, size: int) -> tuple[Mapping[str, Any], ...]:
+    def _pair(self, attention: str, size: int) -> tuple[Row, ...]:
         """The rows of the model and of the baseline with this attention; empty where one is missing."""
         (ours, _), (theirs, _) = self.comparison.ours, self.comparison.theirs
         rows = self.rows.get((ours, None, size)), self.rows.get((theirs, attention, size))
@@ -147,11 +146,6 @@ class Speeds:
     @property
     def is_gpu(self) -> bool:
         return self.group.device.startswith("cuda")
-
-    @property
-    def scope(self) -> str:
-        """Device, conditions and commit, in words, and whether the host had a share."""
-        return f"{self.group}, {self.group.mode}, commit {self.source.commit}{self.group.caveat}"
 
 
 def _place_crossing(ends: Mapping[int, tuple[float, float]]) -> str | None:

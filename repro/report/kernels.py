@@ -2,13 +2,11 @@
 
 import importlib.util
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from ..bench.kernels import read_bench
+from ..bench.kernels import Row, read_bench
 from ..core.paths import Paths
 from .markdown import join, number, table
 
-_Row = Mapping[str, Any]
 PAGE, _BLOCK = "results/speed.md", "kernels bench"
 
 _COPY = "share of the bandwidth of a copy"
@@ -42,7 +40,7 @@ def make_passages(paths: Paths) -> list[tuple[str, str, str]]:
     return [(PAGE, _BLOCK, join(block for rows in measured or [[]] for block in _list_operators(rows)))]
 
 
-def _list_operators(rows: Sequence[_Row]) -> list[str]:
+def _list_operators(rows: Sequence[Row]) -> list[str]:
     """Tables by operator: its goals with the measurements of a device, then the times of its rows."""
     from kernels.tools.bench import MEMORY
 
@@ -56,7 +54,7 @@ def _list_operators(rows: Sequence[_Row]) -> list[str]:
     return blocks
 
 
-def tabulate_goals(name: str, rows: Sequence[_Row], label: str) -> str:
+def tabulate_goals(name: str, rows: Sequence[Row], label: str) -> str:
     """An operator's goals, and the kernels' values by its rows at their shape; a dash where one is missing."""
     from kernels.tools import bench
     from kernels.tools.operators import OPERATORS
@@ -79,19 +77,19 @@ def tabulate_goals(name: str, rows: Sequence[_Row], label: str) -> str:
     return table([f"`{name}`, {where}", "target (H200)", label], lines)
 
 
-def tabulate_times(rows: Sequence[_Row]) -> str:
+def tabulate_times(rows: Sequence[Row]) -> str:
     """One operator's median milliseconds, a line per shape and pass, a column per implementation."""
     width = "heads" if "heads" in rows[0] else "channels"
     names = list(dict.fromkeys(row["implementation"] for row in rows))
     lines = []
 
-    def find_line(row: _Row) -> tuple:
+    def find_line(row: Row) -> tuple:
         """A further size that distinguishes rows follows the one before it."""
         tokens = f"{row['tokens']}, L {row['levels']}" if "levels" in row else row["tokens"]
         size = f"{row[width]}, N {row['state_dim']}" if "state_dim" in row else row[width]
         return str(size), str(tokens), row["passes"], row["batch"]
 
-    cells: dict[tuple, dict[str, _Row]] = {}
+    cells: dict[tuple, dict[str, Row]] = {}
     for row in rows:
         cells.setdefault(find_line(row), {})[row["implementation"]] = row
     for line, by_name in cells.items():

@@ -23,6 +23,10 @@ _PLACE = re.compile(
 )
 
 
+def _parse(text: str | None) -> Expression | None:
+    return Expression.parse(text) if text else None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conditions:
     """The paper that a ledger is of, and the device and batch at which it measured speed and memory."""
@@ -63,7 +67,7 @@ class Explanation:
 
     @cached_property
     def expression(self) -> Expression | None:
-        return Expression.parse(self.shows) if self.shows else None
+        return _parse(self.shows)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,8 +175,8 @@ class Table:
             printed=row[name],
             relations=tuple(relation for relation in relations if relation.id == entry_id),
             fitted=column.fitted or (CHOSEN_BY_ROW if is_by_row else None),
-            ours=Expression.parse(ours.format(**row)) if ours else None,
-            plain=Expression.parse(column.ours.format(**row)) if is_by_row else None,
+            ours=_parse(ours and ours.format(**row)),
+            plain=_parse(column.ours.format(**row)) if is_by_row else None,
             out_of_scope=column.out_of_scope,
             reason=None if ours else reason or f"{family} is not built in this project",
             command=None if ours else command or "none until the model is built",
@@ -193,9 +197,8 @@ class _Answer:
     def fields(self, by_default: str | None) -> dict[str, Any]:
         """The same as fields of an entry; by `by_default` our numbers are asked what the paper's are."""
         text = self.ours or (None if self.reason or self.declared or self.out_of_scope else by_default)
-        texts = {"ours": text, "declared": self.declared}
-        parsed = {name: Expression.parse(each) if each else None for name, each in texts.items()}
-        return {**parsed, **{name: getattr(self, name) for name in ("fitted", "reason", "command", "out_of_scope")}}
+        same = {name: getattr(self, name) for name in ("fitted", "reason", "command", "out_of_scope")}
+        return {"ours": _parse(text), "declared": _parse(self.declared), **same}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -302,15 +305,13 @@ class Ledger:
         rows = [(table, row) for table in self.tables for row in table.records.values()]
         listed = [table.entry(row, name, self.relations) for table, row in rows for name in table.columns]
         listed += [entry for claim in self.claims for entry in claim.entries]
-        found = {entry.id: entry for entry in listed}
+        found = {}
         for entry in listed:
-            if found[entry.id] is not entry:
+            if entry.id in found:
                 raise ValueError(f"ledger: {entry.id} is there twice")
-        reasons: dict[str, tuple[Explanation, ...]] = {}
-        for explanation in self.explanations:
-            for name in explanation.ids:
-                reasons[name] = (*reasons.get(name, ()), explanation)
-        return {name: dataclasses.replace(entry, explanations=reasons.get(name, ())) for name, entry in found.items()}
+            reasons = tuple(each for each in self.explanations if entry.id in each.ids)
+            found[entry.id] = dataclasses.replace(entry, explanations=reasons)
+        return found
 
     def trace(self, entry: Entry) -> Iterator[Entry]:
         """An entry, and those that our counterpart of it is computed from."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ..core.speeds import ONE_PROCESS, describe_time
+from ..core.speeds import ONE_PROCESS, Row, describe_time
 from ..core.statistics import measure_rise
 from .claims import Report
 from .markdown import code, cross, join, number, table, tabulate
@@ -16,7 +16,6 @@ from .results import Missing, SpeedGroup
 from .variants import find_shown
 from .verdicts import format_ratio, significant
 
-_Rows = Sequence[tuple[Mapping[str, Any], Source]]
 _RISE = 1.0  # in points: a curve that gains less in its last quarter is flat
 
 
@@ -174,7 +173,7 @@ def format_scores(metrics: Mapping[str, Any], labels: Mapping[str, str], places:
     return ", ".join(shown)
 
 
-def _sweep(group: SpeedGroup, rows: _Rows) -> list[str]:
+def _sweep(group: SpeedGroup, rows: Sequence[tuple[Row, Source]]) -> list[str]:
     """Time and memory of every model over the image size, and the sweep's conclusions."""
     from ..bench.conclude import conclude  # loads numpy
 
@@ -196,7 +195,7 @@ def _sweep(group: SpeedGroup, rows: _Rows) -> list[str]:
     return blocks
 
 
-def _cell(row: Mapping[str, Any] | None, key: str) -> str:
+def _cell(row: Row | None, key: str) -> str:
     if row is None:
         return "–"
     if row["status"] != "ok":
@@ -205,15 +204,15 @@ def _cell(row: Mapping[str, Any] | None, key: str) -> str:
     return _show(row, key, describe_time(row) if is_speed else "")
 
 
-def _show(row: Mapping[str, Any], key: str, unit: str = "") -> str:
+def _show(row: Row, key: str, unit: str = "") -> str:
     return number(significant(row[key]), unit=unit)
 
 
-def _with_attention(row: Mapping[str, Any]) -> str:
+def _with_attention(row: Row) -> str:
     return f"{row['model']}, {row['attention']}" if row["attention"] in ATTENTIONS else row["model"]
 
 
-def _compared_row(found: Mapping[str, Any]) -> list[str]:
+def _compared_row(found: Row) -> list[str]:
     if "reason" in found:
         return [found["size"], found["against"], "–", f"no ratio: {found['reason']}", "–", "–"]
     speedup = f"no ratio: {found.get('speedup_reason')}"
@@ -223,7 +222,7 @@ def _compared_row(found: Mapping[str, Any]) -> list[str]:
     return [found["size"], found["against"], f"{found['image_size']}²", speedup, memory, _describe_sides(found)]
 
 
-def _describe_sides(found: Mapping[str, Any]) -> str:
+def _describe_sides(found: Row) -> str:
     """At which image sizes ours is faster; one word for all of them only where they are enough, with the smallest."""
     sides = {word: found[f"{word}_at"] for word in ("faster", "slower", "open")}
     if not any(sides.values()):
@@ -235,7 +234,7 @@ def _describe_sides(found: Mapping[str, Any]) -> str:
     return f"from {found['crossover_image_size']}² on: {listed}" if relation == "from" else listed
 
 
-_SPEEDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+_SPEEDS: dict[str, Callable[[Row], str]] = {
     "model": lambda row: row["model"],
     "attention": lambda row: row["attention"] or "–",
     "pixels": lambda row: "{}×{}".format(*row["image_size"]),

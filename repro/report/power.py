@@ -4,11 +4,10 @@ import math
 
 from .ordering import ALPHA
 
-POWER = 0.8
 _POINTS = 2000  # of the distribution of the spread, by its quantiles
 
 
-def detectable_difference(seeds: int, pairs: int, spread: float, *, power: float = POWER) -> float:
+def detectable_difference(seeds: int, pairs: int, spread: float, *, power: float = 0.8) -> float:
     """Return the smallest difference of two means that a paired t test over so many seeds sees with this probability.
 
     The test is two-sided at 5 % after Holm's correction, at its first and strictest step: 5 % over the pairs.

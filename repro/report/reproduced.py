@@ -72,8 +72,10 @@ def describe_scores(scores: list[Score], commit: str) -> list[str]:
 
 
 def _find_interval(name: str, metrics: Mapping[str, Any]) -> tuple[float, float] | None:
-    interval = find_score_interval(metrics, name) if name in metrics else None
-    if interval is None and name in metrics and name.startswith("top") and len(metrics["seeds"]) == 1:
+    if name not in metrics:
+        return None
+    interval = find_score_interval(metrics, name)
+    if interval is None and name.startswith("top") and len(metrics["seeds"]) == 1:
         return share_interval(metrics[name], metrics["held_out_images"])
     return interval
 

@@ -11,7 +11,7 @@ from ..core.config import find_profile, list_profiles, load_yaml
 from ..core.errors import UserError
 from ..core.paths import Paths
 from ..core.record import read_json
-from ..core.speeds import COMMAND, HOST, UNKNOWN, find_slow_operator, mark_host, pool_runs
+from ..core.speeds import COMMAND, HOST, UNKNOWN, Row, find_slow_operator, mark_host, pool_runs
 from .paper import Paper
 from .records import Missing, Source, check_mapping, name_keys, read_sources, read_speeds
 
@@ -64,7 +64,7 @@ class SpeedGroup:
         return f"{self.device}, batch {self.batch_size}, {self.dtype}"
 
     @classmethod
-    def of(cls, row: Mapping[str, Any], device: str) -> "SpeedGroup":
+    def of(cls, row: Row, device: str) -> "SpeedGroup":
         """The group of a row, or of what a sweep concludes about rows."""
         how = {"graphs": ", through CUDA graphs", True: ", compiled"}.get(row.get("compile"), "")
         return cls(device, row["batch_size"], row["dtype"], row["mode"] + how)
@@ -114,7 +114,7 @@ class Results:
         self.used: set[str] = set()
 
     @cached_property
-    def counts(self) -> dict[str, tuple[Mapping[str, Any], Source]]:
+    def counts(self) -> dict[str, tuple[Row, Source]]:
         """`model[option=value]@size` -> row of the complexity stage."""
         found = {}
         for source in self.sources:
@@ -125,7 +125,7 @@ class Results:
         return found
 
     @cached_property
-    def speed_rows(self) -> dict[SpeedGroup, list[tuple[Mapping[str, Any], Source]]]:
+    def speed_rows(self) -> dict[SpeedGroup, list[tuple[Row, Source]]]:
         """The speed rows of all devices, pooled over processes, each with `host`, grouped by what may be compared."""
         groups: dict[SpeedGroup, list] = {}
         for source in (each for each in self.sources if each.path.endswith(".csv")):
@@ -133,7 +133,7 @@ class Results:
                 groups.setdefault(SpeedGroup.of(row, row["device"]), []).append((row, source))
         return dict(sorted(groups.items()))
 
-    @property
+    @cached_property
     def score_sources(self) -> list[Source]:
         """The records of trained or evaluated models: they name their data set."""
         return [s for s in self.sources if all(isinstance(s.metrics.get(key), str) for key in ("kind", "model"))]
@@ -161,7 +161,7 @@ class Results:
     ) -> dict[str, Callable]:
         """`fps` and `memory_mib` over one group; rows with `attention` stand for the paper's unfused ones."""
 
-        def find_row(field: str, model: str, size: int, asked: str | None = None) -> Mapping[str, Any]:
+        def find_row(field: str, model: str, size: int, asked: str | None = None) -> Row:
             return self._speed(group, field, model, size, attention if asked == "unfused" else asked)
 
         def fps(model: str, size: int, asked: str | None = None) -> float:
@@ -273,7 +273,7 @@ class Results:
         if is_foreign and not _BENCHMARKS[kind].starts_pretrained and not training.keys() - {"image_size"}:
             return f"repro evaluate --model {model} --pretrained --data {kind}"
         for section in self.scores:
-            if (cell := self.find_cell(section, model, kind, training)) is not None:
+            if (cell := self._find_cell(section, model, kind, training)) is not None:
                 return f"repro profile use paper && repro {section} --cell {cell}"
         return f"none: {_PROFILE} has no cell that trains it so"
 
@@ -304,14 +304,14 @@ class Results:
         return found
 
     @cached_property
-    def paper_profile(self) -> Mapping[str, Any]:
+    def _paper_profile(self) -> Mapping[str, Any]:
         file = self.paths.profiles / "paper.yaml"
         return load_yaml(file) if file.is_file() else {}
 
-    def find_cell(self, section: str, model: str, kind: str, training: _Training) -> str | None:
+    def _find_cell(self, section: str, model: str, kind: str, training: _Training) -> str | None:
         """The cell of profiles/paper.yaml that trains a model on a kind of data."""
-        prepared = self.paper_profile.get("prepare_data") or {}
-        for name, cell in (self.paper_profile.get(section) or {}).items():
+        prepared = self._paper_profile.get("prepare_data") or {}
+        for name, cell in (self._paper_profile.get(section) or {}).items():
             if not isinstance(cell, Mapping) or "model" not in cell or not fits_training(cell, training):
                 continue
             is_of_kind = (prepared.get(cell.get("data")) or {}).get("kind") == kind
@@ -321,7 +321,7 @@ class Results:
 
     def _state(self, absent: str, *path: str | None) -> Any:
         """The value in profiles/paper.yaml at a key path; `Missing` with a reason where there is none."""
-        value: Any = self.paper_profile
+        value: Any = self._paper_profile
         for part in path:
             value = value.get(part) if isinstance(value, Mapping) else None
         if value is None:
@@ -330,7 +330,7 @@ class Results:
         return value
 
     def _profile(self, section: str, model: str, kind: str, key: str) -> float:
-        cell, absent = self.find_cell(section, model, kind, {}), f" has no {section} cell for it"
+        cell, absent = self._find_cell(section, model, kind, {}), f" has no {section} cell for it"
         if cell is not None:
             absent = f": {section}.{cell} does not state {key}, so the code's default holds"
         value = self._state(absent, section, cell, *key.split("."))
@@ -338,17 +338,17 @@ class Results:
         return value[-1] if isinstance(value, list) else value
 
     def _expected(self, kind: str, split: str) -> int:
-        prepared = (self.paper_profile.get("prepare_data") or {}).items()
+        prepared = (self._paper_profile.get("prepare_data") or {}).items()
         own = (name for name, cell in prepared if cell.get("kind") == kind and split in (cell.get("expected") or {}))
         name = next(own, None)
         return self._state(f" has no data set of kind {kind}", "prepare_data", name, "expected", split)
 
     def _drawn(self, model: str, key: str) -> float:
         """A score against ADM's reference batch, of pictures by weights of a whole training by the profile's cell."""
-        cell = self.find_cell("generate", model, "latents", {})
+        cell = self._find_cell("generate", model, "latents", {})
         if cell is None:
             raise Missing(f"{_PROFILE} has no generate cell for it", "none")
-        asked = self.paper_profile["generate"][cell]
+        asked = self._paper_profile["generate"][cell]
         about = {name: asked[name] for name in ("epochs", "batch_size")} | {"kind": "latents", "classes": 1000}
         about |= {"steps": asked["epochs"] * asked["steps_per_epoch"], "init": None, "image_size": 256}
         about |= {"split": "val", "held_out_images": _BENCHMARKS["imagenet"].val_images}
@@ -368,10 +368,10 @@ class Results:
         train = f"repro profile use paper && repro generate --cell {cell}"
         raise Missing(f"{why}; others are never compared", f"{train} && {draw}")
 
-    def _speed(self, group: SpeedGroup, field: str, model: str, size: int, attention: str | None) -> Mapping[str, Any]:
+    def _speed(self, group: SpeedGroup, field: str, model: str, size: int, attention: str | None) -> Row:
         """The row that gives a field; `Missing` where none may."""
 
-        def rank(found: tuple[Mapping[str, Any], Source]) -> tuple:
+        def rank(found: tuple[Row, Source]) -> tuple:
             backend = found[0]["backend"]
             place = _BACKENDS.index(backend) if backend in _BACKENDS else len(_BACKENDS)
             return place, -found[0]["processes"], found[1].path
@@ -402,7 +402,7 @@ class Results:
         )
 
 
-def _size_of(row: Mapping[str, Any]) -> str:
+def _size_of(row: Row) -> str:
     """The image size of a row: `224`, or `800x1344` where the image is no square."""
     size = row["image_size"]
     height, width = size if isinstance(size, list) else (size, size)

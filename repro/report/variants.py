@@ -147,9 +147,8 @@ def find_orders(where: VariantTable, ledger: Ledger) -> list[tuple[str, str]]:
     if where.orders is not None:
         return [(better, worse) for better, others in where.orders.items() for worse in others]
     top1 = {name: float(find_printed(ledger, row, TOP1)) for name, row in where.rows.items()}
-    ranked = sorted(top1, key=top1.__getitem__, reverse=True)
-    pairs = [(better, worse) for better, worse in itertools.combinations(ranked, 2) if top1[better] > top1[worse]]
-    return [(better, worse) for better, worse in pairs if (worse, better) not in where.margins]
+    pairs = itertools.combinations(sorted(top1, key=top1.__getitem__, reverse=True), 2)
+    return [(a, b) for a, b in pairs if top1[a] > top1[b] and (b, a) not in where.margins]
 
 
 def find_printed(ledger: Ledger, row: str | None, column: str) -> str:
@@ -175,8 +174,8 @@ def list_ablations(report: Report) -> str:
         raise Missing("no variant is trained yet", command)
     rows = []
     for group, at, it in judged:
-        others = [(each.machine, other) for each, other, _ in _judge_elsewhere(group, at, ledger)]
-        again = "; ".join(f"{machine}: {other.shown}, by {_count(other.pairs)}" for machine, other in others)
+        others = _judge_elsewhere(group, at, ledger)
+        again = "; ".join(f"{each.machine}: {other.shown}, by {_count(other.pairs)}" for each, other, _ in others)
         origin = f"{group.title}, {group.common['image_size']}² pixels, {group.machine}"
         rows.append([at.place, origin, strong(it.shown), it.why, number(it.tau, ".2f"), again or "–"])
     header = ["", "trained", "verdict", "because", "τ", "elsewhere"]
@@ -185,8 +184,9 @@ def list_ablations(report: Report) -> str:
     for group, where, found in judged:
         blocks += [f"### {where.place}: {group.title}", warn_of_seeds(group.at(where).values())]
         blocks += [report.paper.ablations.notes.get(where.place, ""), _rows_table(group, where, report)]
-        first = ((name, next(iter(pairs.values()))) for name, pairs in drawn.items())
-        blocks += [picture(f"figures/{name}", where.place) for name, pair in first if pair == (group, where)]
+        # a picture stands with its first panel
+        names = [name for name, panels in drawn.items() if panels[0] == (group, where)]
+        blocks += [picture(f"figures/{name}", where.place) for name in names]
         if absent := [name for name in where.rows if name not in group.variants]:
             blocks.append(f"Not trained here: {', '.join(absent)}; `{command}` trains all.")
         if found.pairs and found.word != "no power":
@@ -242,10 +242,10 @@ def plan_figures(report: Report) -> Drawings:
     """The figures that compare variants, one for each data set: from the group with most of a panel's variants."""
     printed = partial(find_printed, report.paper.ledger)
     drawn = {}
-    for name, pairs in _to_draw(report).items():
-        _, draw = report.paper.pictures[next(iter(pairs))]
-        sources = {each.path: each for group, where in pairs.values() for each in group.at(where).values()}
-        groups = {place: group for place, (group, _) in pairs.items()}
+    for name, panels in _to_draw(report).items():
+        _, draw = report.paper.pictures[panels[0][1].place]
+        sources = {each.path: each for group, where in panels for each in group.at(where).values()}
+        groups = {where.place: group for group, where in panels}
         drawn[name] = [*sources.values()], partial(draw, groups=groups, printed=printed)
     return drawn
 
@@ -283,9 +283,9 @@ def _surpasses(other: Group, group: Group, where: VariantTable) -> bool:
     return all(name in theirs and theirs[name].recipe == source.recipe for name, source in ours.items())
 
 
-def _to_draw(report: Report) -> dict[str, dict[str, tuple[Group, VariantTable]]]:
-    """File name of a picture -> the place of each of its panels -> the group with most of the panel's variants, then with
-    own rates, then with most epochs.
+def _to_draw(report: Report) -> dict[str, list[tuple[Group, VariantTable]]]:
+    """File name of a picture -> for each of its panels, the group with most of the panel's variants, then with own rates,
+    then with most epochs.
     """
     pictures = report.paper.pictures
     shown = [(group, where) for group, where in _pair(report) if where.place in pictures]
@@ -294,9 +294,9 @@ def _to_draw(report: Report) -> dict[str, dict[str, tuple[Group, VariantTable]]]
     def rank(pair: tuple[Group, VariantTable]) -> tuple[int, bool, int]:
         return len(pair[0].at(pair[1])), pair[0].has_own_rates, pair[0].common["epochs"]
 
-    found: dict[str, dict[str, tuple[Group, VariantTable]]] = {}
+    found = {}
     for (data, place), pairs in rivals.items():
-        found.setdefault(f"{pictures[place][0]}_{data}.png", {})[place] = max(pairs, key=rank)
+        found.setdefault(f"{pictures[place][0]}_{data}.png", []).append(max(pairs, key=rank))
     return found
 
 

@@ -128,6 +128,8 @@ class Verdict:
     command: str | None = None  # the command that would measure it
     elsewhere: tuple[Elsewhere, ...] = ()  # under other conditions than the paper's; it is shown and not compared
     sources: tuple[str, ...] = ()  # the records that ours was read from
+    # of a count by a convention that was chosen for its row: whether our own convention agrees as well
+    plainly: bool | None = None
     checks: int = 0  # how many relations to the paper's own numbers could be decided
     violations: int = 0  # how many of them do not hold
 
