@@ -15,6 +15,7 @@ from repro.tasks.detection.params import MaskRcnnParams
 from repro.tasks.segmentation.params import UperNetParams
 from repro.tasks.segmentation.upernet import build_upernet
 from tests.models.helpers import below, count, load_official, nano, read_data, relative
+from tests.slow import first
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +81,7 @@ DENSE = {"tiny": (48_358_992, 57_903_094, 100.06, 102.46), "small": (74_017_488,
 DENSE["base"] = 113_987_296, 124_407_942, 340.44, 348.61
 
 
-@pytest.mark.parametrize("size", DENSE)
+@pytest.mark.parametrize("size", first(DENSE))
 def test_dense_models_are_those_that_are_published(size):
     """Without torchvision's box and mask of the background, and without the segmenter's auxiliary head."""
     detector_params, segmenter_params, *gigas = DENSE[size]
