@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from timm.optim._param_groups import param_groups_layer_decay
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import repro.models  # noqa: F401  registers the models
 from repro.models.registry import build_denoiser, build_model
@@ -28,6 +29,17 @@ PREPROCESSING = {"input_size": [3, 144, 144], "interpolation": "bicubic", "crop_
 PREPROCESSING |= dict.fromkeys(("mean", "std"), [0.5] * 3)
 
 
+class Named(torch.Tensor):
+    """A kind of tensor of its own."""
+
+
+class Calls(TorchFunctionMode):
+    """A mode that sees each function that is called."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
 def nano_name(family: str) -> str:
     """The registered name of a family's small model for images of 144 x 144 pixels."""
     return f"{family}_nano_144" if family in HIERARCHICAL else f"{family}_nano_patch16_144"
@@ -37,6 +49,11 @@ def nano(family: str, **options) -> nn.Module:
     """A family's small model with ten classes, in eval mode; always the same weights."""
     torch.manual_seed(0)
     return timm.create_model(nano_name(family), **{"num_classes": 10, **options}).eval()
+
+
+def small_vittt(**options) -> nn.Module:
+    """A Vittt of one narrow block, with no parameter as at the start."""
+    return shaken(nano("vittt", **{"depth": 1, "embed_dim": 32, "img_size": 48, "drop_path_rate": 0.0} | options))
 
 
 def count(module: nn.Module) -> int:

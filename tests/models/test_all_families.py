@@ -19,7 +19,8 @@ from tests.slow import first
 
 DEIT = ("deit", {"dynamic_img_size": True})  # with which timm's class takes images of any size
 FAMILIES = [*((family, {}) for family in OWN), DEIT]
-EVERY_FAMILY = [*FAMILIES, *((family, {}) for family in HIERARCHICAL)]
+DEEP = [(family, {}) for family in HIERARCHICAL]
+EVERY_FAMILY = [*FAMILIES, *DEEP]
 PLAIN_VARIANTS = [
     *FAMILIES,
     *(("vittt", {"pool": pool}) for pool in ("max", "head", "mid")),
@@ -39,7 +40,7 @@ PLAIN_VARIANTS = [
     ("t5", {"inner": "projqk", "key_norm": "rms", "dwc": "v"}),
     ("t5", {"inner": "3layer", "key_norm": "layer", "dwc": "cpe", "neighbours": 3, "layer_scale": True}),
 ]
-VARIANTS = [*PLAIN_VARIANTS, *((family, {}) for family in HIERARCHICAL)]
+VARIANTS = [*PLAIN_VARIANTS, *DEEP]
 
 
 def named(cases):
@@ -49,7 +50,6 @@ def named(cases):
 
 each_hierarchy = pytest.mark.parametrize("family", HIERARCHICAL)
 each_family = pytest.mark.parametrize(("family", "options"), named(EVERY_FAMILY))
-each_variant = pytest.mark.parametrize(("family", "options"), named(VARIANTS))
 each_variant_and_denoiser = pytest.mark.parametrize(("family", "options"), named([*VARIANTS, *DENOISERS]))
 
 
@@ -61,14 +61,14 @@ def prepare(family, options, *size, batch=2):
 
 
 @pytest.mark.parametrize(("family", "options"), named([case for case in PLAIN_VARIANTS if case is not DEIT]))
-@pytest.mark.parametrize("size", [(144, 144), (64, 112), (16, 16)])
-def test_any_grid_and_the_protocol(family, options, size):
+def test_any_grid_and_the_protocol(family, options):
     """Running the parts one by one equals running the model, and intermediates are the tokens between its blocks."""
-    model = shaken(nano(family, **options))
-    image, grid = torch.randn(2, 3, *size), (size[0] // 16, size[1] // 16)
+    model, grid = shaken(nano(family, **options)), (4, 7)
+    image = torch.randn(2, 3, 64, 112)
     assert isinstance(model, PlainBackbone)
-    positions = model.prefix_positions(grid[0] * grid[1])
+    positions = model.prefix_positions(28)
     with torch.no_grad():
+        assert model(image[..., :16, :16]).isfinite().all()  # a single patch
         tokens, found = model.embed(image)
         assert found == grid and tokens.shape[1] == grid[0] * grid[1] + len(positions)
         for block in model.blocks:
@@ -81,7 +81,7 @@ def test_any_grid_and_the_protocol(family, options, size):
     torch.testing.assert_close(maps[-1].flatten(2).mT, remove_tokens(final, positions))
 
 
-@pytest.mark.parametrize("family", OWN)
+@pytest.mark.parametrize("family", ["vittt", "vit3"])
 @pytest.mark.parametrize("size", [(143, 144), (8, 144), (144, 150)])
 def test_sizes_off_the_patch_grid_are_refused(family, size):
     with pytest.raises(ValueError, match="multiples of the patch size 16"):
@@ -89,7 +89,7 @@ def test_sizes_off_the_patch_grid_are_refused(family, size):
 
 
 @each_hierarchy
-@pytest.mark.parametrize("size", [(144, 144), (64, 112), (32, 32), (33, 95)])
+@pytest.mark.parametrize("size", [(32, 32), (33, 95)])
 def test_any_size_and_the_maps_of_a_hierarchy(family, size):
     """Grids are rounded up; the stages one by one equal the model, and the maps are those before each downsampling."""
     model, image = shaken(nano(family)), torch.randn(2, 3, *size)
@@ -120,7 +120,7 @@ def test_entry_points_are_functions_of_the_familys_module(family):
     assert type(getattr(module, f"{family}_nano_patch16_144")(num_classes=2)) is type(nano(family))
 
 
-@each_family
+@pytest.mark.parametrize(("family", "options"), named([("vittt", {}), ("vim", {}), DEIT, *DEEP]))
 def test_features_only_agrees_with_feature_info(family, options):
     whole, deep = nano(family, **options), family in HIERARCHICAL
     widths, strides = (whole.widths, (4, 8, 16, 32)) if deep else ((64,) * 4, (16,) * 4)
@@ -212,7 +212,7 @@ def test_backend_is_set_and_named(family, backend):
 @each_variant_and_denoiser
 def test_an_image_alone_and_in_a_batch(family, options):
     """Each image starts from the initial state, and the model keeps nothing of what it learned."""
-    model, inputs = prepare(family, options, 144, 144, batch=3)
+    model, inputs = prepare(family, options, 80, 96, batch=3)
     if family == "lact":  # Newton–Schulz makes singular values that are rounding alone a thousand times larger
         model, inputs = model.double(), [inputs[0].double()]
     with torch.no_grad(), helpers.state_unchanged(model):
@@ -221,7 +221,7 @@ def test_an_image_alone_and_in_a_batch(family, options):
     assert (together - alone).abs().max() <= 4e-6 * together.abs().max()
 
 
-@each_variant
+@each_family
 def test_no_gradient_crosses_from_image_to_image(family, options):
     images = torch.randn(3, 3, 64, 80, requires_grad=True)
     shaken(nano(family, **options))(images)[1].sum().backward()
@@ -239,7 +239,11 @@ def test_gradients_of_one_image_are_half_of_those_of_two(family, options):
         assert relative(gradient, of_two[name] / 2) < 1e-3, name
 
 
-@pytest.mark.parametrize(("family", "options"), [*first(named(EVERY_FAMILY)), *first(named(DENOISERS))])
+# of the families with operators of their own the smallest graph
+COMPILED = [("vrwkv", {}), *(case for case in EVERY_FAMILY if case[0] != "vrwkv")]
+
+
+@pytest.mark.parametrize(("family", "options"), [*first(named(COMPILED)), *first(named(DENOISERS))])
 def test_compiled_equals_eager(family, options, backend="aot_eager"):
     options = options if family in HIERARCHICAL or (family, options) in DENOISERS else {"depth": 1, **options}
     model, inputs = prepare(family, options, 32, 48)
@@ -256,7 +260,7 @@ def test_compiled_by_inductor_equals_eager():
     test_compiled_equals_eager("vittt", {}, "inductor")
 
 
-@each_variant
+@each_family
 def test_forward_mode_agrees_with_reverse_mode(family, options):
     torch.manual_seed(0)
     model = helpers.frozen_statistics(shaken(nano(family, **options))).double()

@@ -2,7 +2,6 @@
 
 import copy
 import types
-import warnings
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch.nn.utils import parametrizations, prune
 
 from repro.models import fused_block
 from repro.models.as_built import are_as_built
-from repro.models.backbone import call_scans, convolve_scans, pad_for_scans
 from tests.models.helpers import HIERARCHICAL, nano, relative, shaken
 from tests.models.test_all_families import DENOISERS, EVERY_FAMILY, named, prepare
 
@@ -38,40 +36,6 @@ class Changed(nn.Module):
     def forward(self, x):
         out = self.inside(x)
         return out + self.much * (3 * out + 1).sin()
-
-
-class LowRank(nn.Module):
-    """A linear layer plus B A x, as fine-tuning libraries wrap one."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.base_layer = layer
-        self.A = nn.Parameter(torch.randn(2, layer.in_features) / 4)
-        self.B = nn.Parameter(torch.randn(layer.out_features, 2) / 4)
-
-    @property
-    def weight(self):
-        return self.base_layer.weight
-
-    @property
-    def bias(self):
-        return self.base_layer.bias
-
-    def forward(self, x):
-        return self.base_layer(x) + x @ self.A.T @ self.B.T
-
-
-class LowRankLinear(nn.Linear):
-    """The same as a subclass."""
-
-    def __init__(self, layer):
-        super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None)
-        self.load_state_dict(layer.state_dict())
-        self.A = nn.Parameter(torch.randn(2, layer.in_features) / 4)
-        self.B = nn.Parameter(torch.randn(layer.out_features, 2) / 4)
-
-    def forward(self, x):
-        return super().forward(x) + x @ self.A.T @ self.B.T
 
 
 def start(family, options):
@@ -105,29 +69,6 @@ def test_every_layer_that_is_wrapped_has_an_effect(family, options):
     assert not silent
     with torch.inference_mode():
         assert relative(model(*inputs), expected) < 1e-4
-
-
-@each
-@pytest.mark.parametrize("wrap", [LowRank, LowRankLinear])
-def test_low_ranks_learn(family, options, wrap):
-    """Each adapter of a linear layer changes the output, and has gradients."""
-    model, inputs = start(family, options)
-    expected = model(*inputs).detach()
-    replace(model, nn.Linear, wrap)
-    out = model(*inputs)
-    out.square().sum().backward()
-    assert relative(out, expected) > 1e-3
-    ranks = {name: x.grad for name, x in model.named_parameters() if name.endswith((".A", ".B"))}
-    assert ranks and all(grad is not None and grad.any() for grad in ranks.values())
-
-
-@each
-def test_it_can_be_quantised(family, options):
-    model, inputs = start(family, options)
-    with torch.no_grad(), warnings.catch_warnings(action="ignore"):  # PyTorch has a successor in another package
-        expected = model(*inputs)
-        found = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)(*inputs)
-    assert 0 < relative(found, expected) < 0.5
 
 
 @each
@@ -198,7 +139,7 @@ WATCHED = {
     "a tensor of its own kind": retype,
     "a class of its own": own_class,
 }
-PLACES = ["dwconv", "mixer.in_proj", "mixer.lr_proj", "mixer.conv_k", "mixer.conv_q", "mixer.out_proj"]
+PLACES = ["dwconv", "mixer.in_proj", "mixer.lr_proj", "mixer.conv_q", "mixer.out_proj"]
 PLACES += ["mlp.fc1_g", "mlp.fc1_x", "mlp.fc2"]
 HOOKED = ["norm1", "norm2", "mixer.post_norm", "mixer", "mlp", "mlp.act", "mlp.norm", "mlp.drop1", "drop_path"]
 REPLACED = {
@@ -227,10 +168,15 @@ def block(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("change", WATCHED.values(), ids=WATCHED)
+@pytest.mark.parametrize(
+    ("place", "change"),
+    [
+        *(("mixer.conv_k", change) for change in WATCHED),
+        *((place, change) for place in PLACES for change in ("register_forward_hook", "a tensor of its own kind")),
+    ],
+)
 def test_no_kernel_passes_a_watched_layer_by(block, place, change):
-    change(block.get_submodule(place))
+    WATCHED[change](block.get_submodule(place))
     assert fused_block.find_backend(block, torch.zeros(1)) is None
     fused_block.freeze(block, 9)
     assert block.frozen is None
@@ -257,16 +203,15 @@ def test_copies_of_a_block_are_as_built(block):
         assert fused_block.find_backend(other, torch.zeros(1)) == "triton"
 
 
-@pytest.mark.parametrize("change", WATCHED.values(), ids=WATCHED)
 @pytest.mark.parametrize(
     ("family", "place"),
     [("vim", "conv1d_b"), ("vim", "x_proj"), ("vim", "dt_proj_b"), ("vittt", "conv_k"), ("mambavision", "conv1d_z")],
 )
-def test_no_joined_product_passes_a_watched_layer_by(family, place, change):
+def test_no_joined_product_passes_a_watched_layer_by(family, place):
     mixer = next(m for m in nano(family).modules() if place in m._modules)
     built = {name: layer for name, layer in _expected(family, mixer).items() if name == place}
     assert are_as_built(mixer, built)
-    change(mixer.get_submodule(place))
+    mixer.get_submodule(place).register_forward_hook(lambda *_: None)
     assert not are_as_built(mixer, built)
 
 
@@ -274,18 +219,3 @@ def _expected(family, mixer):
     from repro.models import mambavision, vim
 
     return {"vim": vim._CONVS | vim._PROJECTIONS, "mambavision": mambavision._CONVS}.get(family) or mixer.convs
-
-
-@pytest.mark.parametrize("directions", [1, 2])
-@pytest.mark.parametrize("joined", [False, True])
-def test_called_convolutions_are_the_joined_ones(directions, joined):
-    torch.manual_seed(0)
-    parts = [torch.randn(2, 7, 6) for _ in range(directions)]
-    if joined:
-        layers = [nn.Conv1d(6 * directions, 6 * directions, 4, groups=6 * directions)]
-        weights, bias = layers[0].weight.chunk(directions), layers[0].bias
-    else:
-        layers = [nn.Conv1d(6, 6, 4, groups=6) for _ in parts]
-        weights, bias = [layer.weight for layer in layers], torch.cat([layer.bias for layer in layers])
-    expected = convolve_scans(pad_for_scans(parts, 3), weights, bias)
-    torch.testing.assert_close(call_scans(layers, parts, 3), expected)

@@ -16,7 +16,6 @@ from repro.models.checkpoints import initialise, open_weights
 from repro.models.registry import build_model
 from tests.models.helpers import PREPROCESSING, save_model, state_unchanged
 
-FAMILIES = ("vittt", "vim", "vrwkv", "vit3", "deit")
 NANO, DEIT, SWIN = "vittt_nano_patch16_144", "deit_tiny_patch16_224", "swin_tiny_patch4_window7_224"
 SMALL_SWIN = {"embed_dim": 8, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 2, 2)}
 
@@ -84,6 +83,10 @@ def test_published_weights_and_files_of_timms_layout(monkeypatch, tmp_path):
         for found in (fetched, file):
             torch.testing.assert_close(found.build()(image), model(image))
             assert found.build(64)(torch.randn(1, 3, 64, 64)).shape == (1, 5)  # its position embedding is resampled
+    other = build_model(DEIT, num_classes=3, img_size=64)
+    report = initialise(other, fetched)
+    assert report["head.weight"] == "expected: new" and report["pos_embed"] == "used"
+    assert torch.equal(other.blocks[3].attn.qkv.weight, model.blocks[3].attn.qkv.weight)
 
 
 @pytest.mark.parametrize(("key", "value"), [("cls_token", 0), ("norm.bias", float("nan"))])
@@ -103,17 +106,6 @@ def test_the_moving_average_of_a_timm_file_counts_and_its_counters_are_integers(
     built = open_weights(tmp_path / "r.pth", model="resnet18").build()
     assert all(torch.equal(x, other[key]) for key, x in built.state_dict().items())
     assert "state_dict" not in built.pretrained_cfg
-
-
-def test_a_timm_file_with_its_own_classes_and_options(tmp_path):
-    torch.manual_seed(0)
-    model = timm.create_model("convnext_xlarge", depths=(1, 1, 1, 1), dims=(4, 8, 8, 8), num_classes=3)
-    save_file(model.state_dict(), tmp_path / "own.safetensors")
-    found = open_weights(tmp_path / "own.safetensors", model="convnext_xlarge")
-    assert found.num_classes == 3
-    state = found.read_state({"depths": (1, 1, 1, 1), "dims": (4, 8, 8, 8)})
-    assert state.keys() == model.state_dict().keys()
-    assert all(torch.equal(state[key], x) for key, x in model.state_dict().items())
 
 
 def test_a_model_of_timm_is_resampled_for_another_size_when_it_is_built_and_when_it_is_initialised(tmp_path):
@@ -172,7 +164,7 @@ def heads(name):
     return ("fc.",) if "resnet" in name else ("head.fc.",) if "swin" in name else ("head.",)
 
 
-CASES = [(f"{family}_nano_patch16_144", {}) for family in FAMILIES]
+CASES = [(f"{family}_nano_patch16_144", {}) for family in ("vittt", "vim", "deit")]
 CASES += [("resnet_nano", {}), (NANO, {"pool": "double", "w0": "frozen"}), (SWIN, SMALL_SWIN)]
 
 
@@ -214,7 +206,7 @@ def test_a_head_is_reused_for_the_same_names_in_the_same_order(tmp_path, theirs,
     assert report["head.weight"] == ("used" if reused else "expected: new") and report["norm.weight"] == "used"
 
 
-@pytest.mark.parametrize(("family", "options"), [("vittt", {}), ("vrwkv", {}), ("vim", {}), ("vittt", {"pool": "mid"})])
+@pytest.mark.parametrize(("family", "options"), [("vittt", {}), ("vim", {}), ("vittt", {"pool": "mid"})])
 def test_initialise_at_another_size_resamples_the_positions(tmp_path, family, options):
     name = f"{family}_nano_patch16_144"
     source = save_model(tmp_path / "w.safetensors", name, **options)
@@ -228,20 +220,11 @@ def test_initialise_at_another_size_resamples_the_positions(tmp_path, family, op
     assert report["pos_embed"] == "used"
 
 
-def test_initialise_from_published_weights(monkeypatch, tmp_path):
-    source = publish(monkeypatch, tmp_path, DEIT, "fb_in1k", num_classes=5)
-    model = build_model(DEIT, num_classes=3, img_size=64)
-    report = initialise(model, open_weights(None, model=DEIT))
-    assert report["head.weight"] == "expected: new" and report["pos_embed"] == "used"
-    assert torch.equal(model.blocks[3].attn.qkv.weight, source.blocks[3].attn.qkv.weight)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"pool": "max"}, "built with no options, but it is wanted with {'pool': 'max'}"),
-        ({"chunk_size": 8}, "but it is wanted with {'chunk_size': 8}"),
-        *(({"num_classes": n}, r"does not fit vittt_nano_.*: blocks\.1\.mixer\.W0 missing$") for n in (10, 4)),
+        ({"num_classes": 4}, r"does not fit vittt_nano_.*: blocks\.1\.mixer\.W0 missing$"),
     ],
 )
 def test_initialise_refuses_other_models_and_weights_without_a_key_and_changes_nothing(tmp_path, options, message):

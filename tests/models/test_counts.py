@@ -20,6 +20,7 @@ PUBLISHED = {
     "t5_base_patch16_224": (79_270_376, None),
 }
 SQUARE, PADDED = [(144, 144), (32, 80)], [(224, 224), (70, 102)]
+CHUNKED = {"inner_steps": 2, "chunk_size": 6, "depth": 1}  # of 10 tokens
 CLOSED_FORMS = [
     ("study", {}, SQUARE),
     ("study", {"mixer": "softmax", "positions": "table"}, SQUARE),
@@ -31,12 +32,9 @@ CLOSED_FORMS = [
     ("t5", {"inner": "softmax", "key_norm": "none", "dwc": "none"}, SQUARE),
     ("t5", {"inner": "projqk", "dwc": "cpe", "layer_scale": True}, SQUARE),
     ("t5", {"inner": "3layer", "dwc": "v", "neighbours": 3, "mlp_ratio": 3.0, "num_classes": 0}, SQUARE),
-    ("lact", {"inner_ratio": 2.0}, SQUARE),
-    *(
-        ("lact", {"step": step, "order": order, "inner_steps": 2, "chunk_size": 50}, SQUARE[:1])
-        for step in LACT_STEPS
-        for order in ("before", "after", "end")
-    ),
+    ("lact", {"inner_ratio": 2.0, "depth": 1}, SQUARE),
+    *(("lact", {"step": step, **CHUNKED}, SQUARE[1:]) for step in LACT_STEPS),
+    *(("lact", {"order": order, **CHUNKED}, SQUARE[1:]) for order in ("before", "after")),
     ("softvittt", {"num_heads": 4}, SQUARE),
     ("softvittt", {"block": "deit", "pool": "head", "num_classes": 0}, SQUARE),
     *(("ladder_vit3", {"step": step, "inner_steps": 2}, SQUARE) for step in ("own", "v1", "v3", "v6_as_run")),

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from timm import create_model
 
 from repro.models.fast_weights import LACT_STEPS, choose_form, decay_matrix, find_obstacle, learn, learn_in_parallel
-from repro.models.inner import InnerLoop, read_out
+from repro.models.inner import InnerLoop
 from repro.models.inner import learn as learn_recurrently
 from repro.models.lact import FastWeights
 from repro.models.muon import newton_schulz
@@ -167,23 +167,7 @@ def test_the_layer_for_novel_views_is_the_releases(reference, steps, muon):
         assert relative(state[name].grad, part[f"grads/{name}"]) < 1e-4
 
 
-@pytest.mark.parametrize("changes", [{}, {"only": (2,)}, {"model": "fc"}], ids=str)
-def test_a_step_is_the_gradient_of_the_inner_loss(changes):
-    """By autograd, with one weighted loss for each matrix, since each has rates of its own."""
-    loop = lact(muon="none", norm="none", momentum=False, **changes)
-    weights, q, k, v, rates, _ = drawn(loop, 7)
-    expected = list(weights)
-    losses = (read_out(loop, weights, k, GRID) * v).sum(-1)  # (B, h, T)
-    for index, place in enumerate(loop.learned):
-        pairs = [((loss * rate[..., index]).sum(), weights[place]) for loss, rate in zip(losses, rates, strict=True)]
-        slopes = [torch.autograd.grad(*pair, retain_graph=True)[0] for pair in pairs]
-        expected[place] = weights[place] + torch.stack(slopes)
-    found = learn_recurrently(loop, weights, q, k, v, GRID, rates)
-    torch.testing.assert_close(found, read_out(loop, expected, q, GRID), rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("steps", [1, 2])
-@pytest.mark.parametrize("tokens", [1, 7, 32, 45])
+@pytest.mark.parametrize(("tokens", "steps"), [(1, 1), (7, 2), (29, 1), (29, 2)])
 @pytest.mark.parametrize("order", ["before", "after", "end"])
 @pytest.mark.parametrize("name", REDUCIBLE)
 def test_parallel_is_recurrent(name, order, tokens, steps):
@@ -219,7 +203,7 @@ def test_what_does_not_reduce_says_which_part_is_in_the_way(name, part):
         model(torch.zeros(1, 3, 32, 32))
 
 
-@pytest.mark.parametrize("chunks", [16, 64, 256, 1024])
+@pytest.mark.parametrize("chunks", [16, 1024])
 def test_momentum_over_many_chunks_loses_nothing(chunks):
     """In fp32 against the recurrence in fp64; a quotient of cumulated products underflows from 26 chunks on."""
     torch.manual_seed(0)

@@ -7,36 +7,24 @@ import pytest
 import torch
 
 from repro.models import fused_block
-from tests.models.helpers import nano, shaken
+from tests.models.helpers import small_vittt
 from tests.models.writes import NO_WRITES, UNCOUNTED, WRITES, require_kept, require_seen, run
-
-
-def make(**options):
-    return shaken(nano("vittt", **{"depth": 1, "embed_dim": 32, "img_size": 48, "drop_path_rate": 0.0} | options))
 
 
 @pytest.mark.parametrize("change", WRITES.values(), ids=WRITES)
 def test_a_write_is_seen(change):
-    require_seen(make(), change)
-
-
-@pytest.mark.parametrize("name", ["load", "load and assign", "half", "data.mul_, in training"])
-def test_some_writes_end_it_at_once(name):
-    """Which is what a compiled graph sees of them."""
-    model = make().freeze()
-    WRITES[name](model)
-    assert model.blocks[0].frozen is None
+    require_seen(small_vittt(), change)
 
 
 @pytest.mark.parametrize("change", NO_WRITES.values(), ids=NO_WRITES)
 def test_what_writes_nothing_keeps_it(change):
-    require_kept(make(), change, fused_block.LoopConstants)
+    require_kept(small_vittt(), change, fused_block.LoopConstants)
 
 
 @pytest.mark.parametrize("write", UNCOUNTED.values(), ids=UNCOUNTED)
 def test_a_write_that_nobody_counts_needs_another_freeze(write):
     """In evaluation: neither `_version` nor the address moves. In training the write is seen, see `WRITES`."""
-    model, images = make().freeze(), torch.randn(1, 3, 48, 48)
+    model, images = small_vittt().freeze(), torch.randn(1, 3, 48, 48)
     kept, weight = model.blocks[0].frozen, model.blocks[0].mixer.in_proj.weight
     known = weight._version, weight.data_ptr()
     write(model)
@@ -46,7 +34,7 @@ def test_a_write_that_nobody_counts_needs_another_freeze(write):
 
 
 def test_a_copy_is_not_frozen():
-    model, images = make().freeze(), torch.randn(1, 3, 48, 48)
+    model, images = small_vittt().freeze(), torch.randn(1, 3, 48, 48)
     expected = run(model, images)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert other.blocks[0].frozen is None and torch.equal(run(other, images), expected)
@@ -56,6 +44,6 @@ def test_a_copy_is_not_frozen():
 
 def test_weights_whose_writes_are_not_counted_are_refused():
     with torch.inference_mode():
-        model = make()
+        model = small_vittt()
     with pytest.raises(ValueError, match=r"^dwconv.weight is an inference tensor, whose writes nobody counts; "):
         model.freeze()

@@ -96,12 +96,11 @@ def with_prefix(prefix, counters):
     return wrap
 
 
-PREFIXES = ["", "module.", "module.encoder.", "encoder."]
+PREFIXES = {"": True, "module.": False, "module.encoder.": True, "encoder.": False}
 FILES = [("vmamba", with_convolutions, "layers.0.blocks.0.op.Ds", True)]
 FILES += [
     ("mambavision", with_prefix(prefix, counters), "levels.2.blocks.0.mixer.D", counters)
-    for prefix in PREFIXES
-    for counters in (True, False)
+    for prefix, counters in PREFIXES.items()
 ]
 
 

@@ -1,4 +1,4 @@
-"""H-ViT3 against its official release, RoPE against complex numbers, and counts against the published ones."""
+"""H-ViT3 against its official release, and its counts against the published ones."""
 
 import pytest
 import timm
@@ -8,14 +8,14 @@ from torch import Tensor
 
 from repro.bench.flops import OperatorCounter
 from repro.core.errors import UserError
-from repro.models.hvit3 import HViT3, official_state_dict, rotations
+from repro.models.hvit3 import HViT3, official_state_dict
 from repro.models.pyramid import build_pyramid
-from repro.models.vit3 import rotate
 from repro.tasks.detection.mask_rcnn import MaskRcnn
 from repro.tasks.detection.params import MaskRcnnParams
 from repro.tasks.segmentation.params import UperNetParams
 from repro.tasks.segmentation.upernet import build_upernet
 from tests.models.helpers import below, count, load_official, nano, read_data, relative
+from tests.slow import first
 
 
 @pytest.fixture(scope="module")
@@ -76,28 +76,12 @@ def test_dense_maps_equal_the_official_detector(truth):
         assert relative(maps[i], truth[f"dense/maps/{i}"]) < 1e-5, i
 
 
-@pytest.mark.parametrize(("grid", "dim"), [((5, 3), 12), ((1, 4), 8), ((6, 6), 32)])
-def test_rotations_are_complex_multiplications(grid, dim):
-    """Token by token; the first half of the pairs turns by the row, the other by the column."""
-    torch.manual_seed(0)
-    (h, w), m = grid, dim // 4
-    x = torch.randn(2, h * w, dim, dtype=torch.float64)
-    found = rotate(x, rotations(grid, dim, dtype=torch.float64, device=torch.device("cpu")))
-    angles = 10000 ** (-torch.arange(m, dtype=torch.float64) / m)
-    for row in range(h):
-        for column in range(w):
-            angle = torch.cat((row * angles, column * angles))
-            pairs = torch.view_as_complex(x[:, row * w + column].unflatten(-1, (-1, 2)))
-            turned = torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle)).flatten(1)
-            torch.testing.assert_close(found[:, row * w + column], turned, rtol=1e-12, atol=1e-12)
-
-
 # parameters of the published detector and segmenter; multiply-adds of their backbone at 800 x 1280 and 512 x 2048 pixels
 DENSE = {"tiny": (48_358_992, 57_903_094, 100.06, 102.46), "small": (74_017_488, 83_561_590, 178.19, 182.47)}
 DENSE["base"] = 113_987_296, 124_407_942, 340.44, 348.61
 
 
-@pytest.mark.parametrize("size", DENSE)
+@pytest.mark.parametrize("size", first(DENSE))
 def test_dense_models_are_those_that_are_published(size):
     """Without torchvision's box and mask of the background, and without the segmenter's auxiliary head."""
     detector_params, segmenter_params, *gigas = DENSE[size]

@@ -42,7 +42,7 @@ def test_a_step_as_run_is_that_of_the_authors_code(reference, mode):
         assert relative(ours, reference[f"{mode}/{name}"]) < TOLERANCE, name
 
 
-@pytest.mark.parametrize("steps", [1, 2, 4])
+@pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("step", [step for step in STEPS if not step.endswith("_as_run")])
 def test_a_step_as_derived_follows_its_loss(step, steps):
     """By autograd on −(s/N) Σ⟨F(k), v⟩, s = 1/3, each step of a weight divided by its norm + 1."""

@@ -61,8 +61,7 @@ CONTAINERS = {
 }
 
 
-@pytest.mark.parametrize("container", CONTAINERS)
-@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize(("container", "zipped"), [*((name, True) for name in CONTAINERS), ("training", False)])
 def test_containers_give_the_official_logits(release, tmp_path, monkeypatch, container, zipped):
     for name in ("yacs", "yacs.config"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
@@ -76,9 +75,8 @@ def test_containers_give_the_official_logits(release, tmp_path, monkeypatch, con
         torch.testing.assert_close(model(release["x"]), release["logits"], rtol=1e-5, atol=1e-5)
 
 
-WRAPPED = ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "_orig_mod._orig_mod.", "module.module."]
-WRAPPED += ["module._orig_mod.module.", "_orig_mod.module._orig_mod.", "backbone.", "module.backbone."]
-WRAPPED += ["backbone.module.", "backbone._orig_mod.module.", "_orig_mod.backbone._orig_mod."]
+WRAPPED = ["module.", "module._orig_mod.", "_orig_mod.module.", "_orig_mod._orig_mod.", "module._orig_mod.module."]
+WRAPPED += ["module.backbone.", "backbone._orig_mod.module.", "_orig_mod.backbone._orig_mod."]
 
 
 @pytest.mark.parametrize("prefix", WRAPPED)
@@ -99,7 +97,7 @@ def test_compiled_parts_have_the_names_of_the_model(tmp_path, name):
     assert [*open_file(tmp_path / "compiled.pth")[0]] == ["blocks.0.norm1.weight"]
 
 
-@pytest.mark.parametrize("prefix", ["wrapped.", "model.net.", "student._orig_mod.", "Module.", "encoder.module."])
+@pytest.mark.parametrize("prefix", ["wrapped.", "student._orig_mod.", "encoder.module."])
 def test_names_of_another_model_are_named(release, tmp_path, prefix):
     torch.save({f"{prefix}{name}": value for name, value in release["weights"].items()}, tmp_path / "other.pth")
     with pytest.raises(UserError, match=rf"other\.pth: .*{re.escape(prefix.replace('_orig_mod.', ''))}") as caught:
@@ -151,8 +149,9 @@ def test_files_of_something_else_are_one_line(tmp_path, content, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("zipped", [True, False])
-@pytest.mark.parametrize("kept", [0, 2, 100, 0.5, -1])
+@pytest.mark.parametrize(
+    ("kept", "zipped"), [(0, True), (2, False), (100, True), (0.5, False), (-1, True), (-1, False)]
+)
 def test_files_cut_short_are_one_line(release, tmp_path, zipped, kept):
     path = tmp_path / "short.pth"
     torch.save({"model": release["weights"]}, path, _use_new_zipfile_serialization=zipped)

@@ -11,6 +11,7 @@ from repro.models.registry import build_denoiser, build_model
 from tests.models.helpers import OWN, nano
 
 VITTT, SWIN = "vittt_nano_patch16_144", "swin_tiny_patch4_window7_224"
+ALL_POOLS = ("vittt", "ladder_vittt", "softvittt")  # families that choose how they pool
 NANOS = [
     ("vittt", {"design": "conv3d"}, "design"),
     ("vittt", {"pool": "avg"}, "pool"),
@@ -18,8 +19,7 @@ NANOS = [
     ("vittt", {"chunk_size": -1}, "chunk_size"),
     ("vittt", {"chunksize": 4}, "chunksize.*chunk_size"),
     *((family, {"num_heads": 3}, "embed_dim 64 is not a multiple of num_heads 3") for family in ("study", "lact")),
-    *((family, {"pool": "max"}, "(argument|option) '?pool") for family in ("vim", "vit3", "vrwkv", "study", "t5")),
-    *((family, {"chunks": 4}, "(argument|option) '?chunks") for family in OWN),
+    *((family, {"pool": "max"}, "(argument|option) '?pool") for family in OWN if family not in ALL_POOLS),
     ("hvit3", {"widths": (16, 32, 64, 98)}, "width 98 is not a multiple of 4"),
     ("hvit3", {"num_heads": (1, 2, 4)}, r"num_heads \[1, 2, 4\]: expected one for each of the 4 stages"),
     ("hvit3", {"num_heads": (1, 2, 5, 6)}, "embed_dim 64 is not a multiple of num_heads 5"),

@@ -78,8 +78,7 @@ def channel_by_hand(ffn, x, grid):
     return torch.sigmoid(mixed_r @ ffn.receptance.weight.T) * value
 
 
-@pytest.mark.parametrize("post_norm", [False, True])
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize(("number", "post_norm"), [(0, True), (1, False)])
 def test_block_by_hand(post_norm, number):
     block = shaken(nano("vrwkv", post_norm=post_norm)).double().blocks[number]
     grid = (3, 5)
@@ -99,7 +98,7 @@ def test_block_by_hand(post_norm, number):
         torch.testing.assert_close(block(x, grid), expected)
 
 
-@pytest.mark.parametrize("layer", [0, 5, 11])
+@pytest.mark.parametrize("layer", [0, 5])
 def test_fancy_initial_values(layer):
     block, C, L = timm.create_model("vrwkv_tiny_patch16_224").blocks[layer], 192, 12
     i, p, rise = torch.arange(C), 1 - layer / L, layer / (L - 1)

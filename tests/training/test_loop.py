@@ -19,7 +19,6 @@ from repro.training.loop import RunState, Task, fit
 from repro.training.optim import build_optimizer, build_schedule
 from repro.training.params import OptimParams, TrainParams
 from repro.training.watch import Watch
-from tests.slow import first
 from tests.training.conftest import limit_files
 
 
@@ -100,7 +99,7 @@ def kill_at(step):
     return lambda number: kill() if number == step else None
 
 
-@pytest.mark.parametrize("step", [0, 1, 4, 5, 6, 9, 10, 14])
+@pytest.mark.parametrize("step", [0, 1, 4, 5, 10, 14])
 def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path, whole, step):
     with pytest.raises(Killed):
         train(tmp_path, Regression(kill_at(step)))
@@ -123,8 +122,9 @@ class Tuned(Regression):
         return {name: value + (split == "test") for name, value in super().evaluate(model, split).items()}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("step", [2, 4, 9, 14])
+@pytest.mark.parametrize(
+    ("number", "step"), [(signal.SIGTERM, 2), (signal.SIGTERM, 9), (signal.SIGTERM, 14), (signal.SIGINT, 4)]
+)
 def test_a_signal_finishes_the_step_saves_and_says_so(tmp_path, whole, number, step):
     """After the last step of an epoch it does not wait for the evaluation."""
     handler, task = signal.getsignal(number), Tuned()
@@ -238,14 +238,9 @@ def test_steps_that_are_not_finite_are_skipped_and_counted_apart(tmp_path, value
     ("bad", "most", "step", "place"),
     [
         ({1}, 1, 1, "0/0"),
-        ({5}, 1, 5, "0/4"),
-        ({6}, 1, 6, "1/0"),
         ({15}, 1, 15, "2/4"),
-        ({1, 2}, 2, 2, "0/1"),
         ({5, 6}, 2, 6, "1/0"),
-        ({3, 5, 6}, 2, 6, "1/0"),
         ({2, 3, 6, 7, 8}, 3, 8, "1/2"),
-        ({1, 2, 4, 5}, 3, 5, "0/4"),
         ({9, 10, 11, 12, 13}, 5, 13, "2/2"),
     ],
 )
@@ -259,7 +254,7 @@ def test_too_many_bad_steps_stop_with_the_files_of_the_last_batch(tmp_path, bad,
         assert all(torch.isfinite(value).all() for value in torch.load(file, weights_only=True)["model"].values())
 
 
-@pytest.mark.parametrize("killed", [None, 3, 7])
+@pytest.mark.parametrize("killed", [None, 7])
 def test_bad_steps_that_outnumber_the_others_stop_a_run_also_when_it_was_killed(tmp_path, killed):
     """Two of three are bad; three more bad than good are reached at step 8, and never three in a row."""
     task = Diverging({1, 2, 4, 5, 7, 8, 10, 11})
@@ -381,7 +376,7 @@ def train_taught(folder, task, start, **more):
     return train(folder, task, kind=WithTeacher, epochs=4, ema_decay=0.9, start=start, **more)
 
 
-@pytest.mark.parametrize(("start", "first"), [(0.0, 0), (0.25, 1), (0.3, 2), (0.75, 3), (1.0, 4)])
+@pytest.mark.parametrize(("start", "first"), [(0.0, 0), (0.3, 2), (1.0, 4)])
 def test_a_teacher_is_the_moving_average_before_the_step_from_an_epoch_on(tmp_path, start, first):
     """The run returns the average after its last step: w ← 0.9·w + 0.1·model after each, from the start's weights."""
     seen = []
@@ -396,17 +391,11 @@ def test_a_teacher_is_the_moving_average_before_the_step_from_an_epoch_on(tmp_pa
             torch.testing.assert_close(mine, expected)
 
 
-def test_a_teacher_that_never_comes_changes_nothing(tmp_path):
-    assert_same(train_taught(tmp_path / "a", Taught(), 1.0), train(tmp_path / "b", ema_decay=0.9, epochs=4))
-
-
-@pytest.mark.parametrize("step", first([11, 9, 13, 18]))
-@pytest.mark.parametrize("accumulate", first([2, 1]))
-def test_a_killed_run_with_a_teacher_ends_like_an_uninterrupted_one(tmp_path, step, accumulate):
-    more = {"accumulate": accumulate}
+def test_a_killed_run_with_a_teacher_ends_like_an_uninterrupted_one(tmp_path):
+    more = {"accumulate": 2}
     expected = train_taught(tmp_path / "whole", Taught(), 0.5, **more)
     with pytest.raises(Killed):
-        train_taught(tmp_path / "cut", Taught(kill_at(step * accumulate)), 0.5, **more)
+        train_taught(tmp_path / "cut", Taught(kill_at(22)), 0.5, **more)
     assert_same(train_taught(tmp_path / "cut", Taught(), 0.5, **more), expected)
     untaught, _ = train_taught(tmp_path / "untaught", Taught(), 1.0, **more)
     assert not torch.equal(untaught["0.weight"], expected[0]["0.weight"])

@@ -121,8 +121,7 @@ def test_means_are_over_the_steps_that_have_the_number_and_were_not_skipped(tmp_
     assert of_skipped == {"lr": 0.5, "skip_rate_percent": 100.0}
 
 
-@pytest.mark.parametrize("saved", [0, 1, 6, 7, 9])
-@pytest.mark.parametrize("cut", [0, 1, 20])
+@pytest.mark.parametrize(("saved", "cut"), [(0, 20), (6, 0), (7, 1), (9, 1), (9, 20)])
 def test_a_resumed_file_is_the_one_of_an_uninterrupted_run(tmp_path, saved, cut):
     """Killed after step 9, or before the last `cut` bytes of a line were written, with the state of step `saved`."""
     run(tmp_path / "whole", range(1, 13))
@@ -164,7 +163,7 @@ def test_summary_of_a_run_without_steps_gives_reasons(tmp_path):
     assert set(summary) == missing | {f"{name}_reason" for name in missing} | {"skipped_steps"}
 
 
-@pytest.mark.parametrize("name", ["step", "lr", "img_per_s"])
+@pytest.mark.parametrize("name", ["step", "img_per_s"])
 def test_a_number_cannot_have_a_name_of_ours(tmp_path, name):
     with make(tmp_path) as watch, pytest.raises(ValueError, match=f"named {name}"):
         watch.step(1, 0, {"loss": 1.0, name: 1.0}, 0.5, images=8)
