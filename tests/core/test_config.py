@@ -58,18 +58,13 @@ def load(path, text):
     ("text", "field", "value"),
     [
         ("lr: 1e-3", "lr", 0.001),  # YAML 1.1 would read a string
-        ("lr: 1E+2", "lr", 100.0),
         ("lr: 5.e-4", "lr", 0.0005),
         ("lr: 2", "lr", 2.0),
-        ("clip: null", "clip", None),
         ("clip: 3", "clip", 3.0),
-        ("backend: triton", "backend", "triton"),
         ("either: 2", "either", 2),
         ("either: '2'", "either", "2"),
         ("sizes: [3, 4]", "sizes", (3, 4)),
-        ("flip: true", "flip", True),
         ("inner: {rate: 1}", "inner", Inner(rate=1.0)),
-        ("rates: {a: 1, '2': 0.5}", "rates", {"a": 1.0, "2": 0.5}),
         ("parts: {a: {rate: 0}}", "parts", {"a": Inner(rate=0.0)}),
         ("name: '1e-3'", "name", "1e-3"),
     ],
@@ -88,38 +83,20 @@ def test_values(path, text, field, value):
         ("lr: 1", r"stage\.cell\.epochs: missing"),
         ("epochs: 0", r"stage\.cell\.epochs: .* 1, got int 0$"),
         ("epochs: '1'", r"stage\.cell\.epochs: .*integer, got str '1'$"),
-        ("epochs: 1.0", r"stage\.cell\.epochs: .*integer, got float 1\.0$"),
         ("epochs: 1.5", r"stage\.cell\.epochs: .*integer, got float 1\.5$"),
         ("epochs: true", r"stage\.cell\.epochs: .*integer, got bool True$"),
-        ("epochs: null", r"stage\.cell\.epochs: .*integer, got nothing \(null\)$"),
         ("epochs: 1, lr: .nan", r"stage\.cell\.lr: nan .*finite"),
-        ("epochs: 1, lr: -.inf", r"stage\.cell\.lr: -inf .*finite"),
         ("epochs: 1, lr: 1e999", r"stage\.cell\.lr: inf .*finite"),
         ("epochs: 1, rates: {a: [.nan]}", r"stage\.cell\.rates\.a\[0\]: nan .*finite"),
         ("epochs: 1, lr: 0", r"stage\.cell\.lr: .* 0, got int 0$"),
-        ("epochs: 1, lr: true", r"stage\.cell\.lr: .*number, got bool True$"),
-        ("epochs: 1, lr: '1e-3'", r"stage\.cell\.lr: .*number, got str '1e-3'$"),
-        ("epochs: 1, name: 3", r"stage\.cell\.name: .*string, got int 3$"),
         ("epochs: 1, name: 2001-01-01", r"stage\.cell\.name: .*text.*, got date .*2001.*quote"),
         ("epochs: 1, name: !!binary aGk=", r"stage\.cell\.name: .*text.*, got bytes b'hi'"),
         ("epochs: 1, 3: 4", r"stage\.cell\.3: .*text, got int 3; quote"),
-        ("epochs: 1, yes: 4", r"stage\.cell\.True: .*text, got bool True; quote"),
-        ("epochs: 1, rates: {2: 0.5}", r"stage\.cell\.rates\.2: .*text, got int 2; quote"),
-        ("epochs: 1, flip: 1", r"stage\.cell\.flip: .*boolean, got int 1$"),
         ("epochs: 1, clip: -1", r"stage\.cell\.clip: .* 0, got int -1$"),
         ("epochs: 1, backend: tritn", r"backend: .*'torch' or 'triton', got str 'tritn'; did you mean 'triton'\?"),
-        ("epochs: 1, backend: null", r"backend: .*'torch' or 'triton', got nothing \(null\)$"),
-        ("epochs: 1, either: null", r"stage\.cell\.either: .*string or .*integer, got nothing \(null\)$"),
         ("epochs: 1, either: [1]", r"stage\.cell\.either: .*string or .*integer, got list \[1\]$"),
-        ("epochs: 1, either: 1.5", r"stage\.cell\.either: .*string or .*integer, got float 1\.5$"),
         ("epochs: 1, sizes: 3", r"stage\.cell\.sizes: .*list, got int 3$"),
-        ("epochs: 1, sizes: {a: 1}", r"stage\.cell\.sizes: .*list, got dict \{'a': 1\}$"),
         ("epochs: 1, sizes: [2, 0]", r"stage\.cell\.sizes\[1\]: .* 1, got int 0$"),
-        ("epochs: 1, sizes: [2, x]", r"stage\.cell\.sizes\[1\]: .*integer, got str 'x'$"),
-        ("epochs: 1, inner: {rat: 1}", r"stage\.cell\.inner\.rat: unknown key; did you mean 'rate'\?"),
-        ("epochs: 1, inner: {rate: 2}", r"stage\.cell\.inner\.rate: .* 1, got int 2$"),
-        ("epochs: 1, inner: 3", r"stage\.cell\.inner: .*mapping, got int 3$"),
-        ("epochs: 1, rates: {a: b}", r"stage\.cell\.rates\.a: .*number, got str 'b'$"),
         ("epochs: 1, parts: {a: {rate: -1}}", r"stage\.cell\.parts\.a\.rate: .* 0, got int -1$"),
         ("epochs: 1, parts: {a: {rat: 1}}", r"stage\.cell\.parts\.a\.rat: unknown key; did you mean 'rate'\?"),
         ("epochs: 1, parts: [1]", r"stage\.cell\.parts: .*mapping, got list \[1\]$"),
@@ -137,18 +114,12 @@ def test_errors_name_the_key_and_what_is_allowed(path, text, message):
 
 
 def _list_dataclasses(hint):
-    """Every dataclass that a type holds, each with the parsed YAML around it: (class, f(its YAML) -> the whole YAML)."""
+    """Yield every dataclass that a type holds."""
     if dataclasses.is_dataclass(hint):
-        yield hint, lambda inner: inner
-        fields = {field.name for field in dataclasses.fields(hint)}
-        for name, each in typing.get_type_hints(hint).items():
-            for cls, wrap in _list_dataclasses(each) if name in fields else ():
-                yield cls, lambda inner, name=name, wrap=wrap: {name: wrap(inner)}
-    for argument in typing.get_args(hint):
-        for cls, wrap in _list_dataclasses(argument):
-            around = {tuple: lambda whole: [whole], dict: lambda whole: {"key": whole}}
-            outer = around.get(typing.get_origin(hint), lambda whole: whole)
-            yield cls, lambda inner, wrap=wrap, outer=outer: outer(wrap(inner))
+        yield hint
+    inner = typing.get_type_hints(hint).values() if dataclasses.is_dataclass(hint) else typing.get_args(hint)
+    for each in inner:
+        yield from _list_dataclasses(each)
 
 
 READ = {
@@ -158,22 +129,16 @@ READ = {
 }
 
 
-@pytest.mark.parametrize("read", sorted(READ, key=lambda cls: cls.__name__), ids=lambda cls: cls.__name__)
-def test_every_class_that_is_read_is_strict(read):
-    """It and all that it holds refuse an unknown key, and a number that is out of its bounds."""
-    for cls, wrap in _list_dataclasses(read):
-        with pytest.raises(UserError, match=r"^x\S*\.unheard_of: unknown key"):
-            build(read, wrap({"unheard_of": 1}), "x")
+def test_no_class_that_is_read_has_a_type_that_is_read_loosely():
+    for cls in {cls for read in READ for cls in _list_dataclasses(read)}:
+        with pytest.raises(UserError, match=r"^x\.unheard_of: unknown key"):
+            build(cls, {"unheard_of": 1}, "x")
         hints = typing.get_type_hints(cls, include_extras=True)
         for field in dataclasses.fields(cls):
-            text = str(hints[field.name])
-            assert not re.search(r"Literal\[[^\]]*\b\d", text), (
-                f"{cls.__name__}.{field.name}: pydantic takes true for 1"
-            )
+            name, text = f"{cls.__name__}.{field.name}", str(hints[field.name])
+            assert not re.search(r"Literal\[[^\]]*\b\d", text), f"{name}: pydantic takes true for 1"
             if field.metadata:
-                assert "tuple" not in text, (
-                    f"{cls.__name__}.{field.name}: bounds of a tuple are Annotated[..., Each(...)]"
-                )
+                assert "tuple" not in text, f"{name}: bounds of a tuple are Annotated[..., Each(...)]"
 
 
 def test_a_mapping_takes_over_another_and_overrides_it(path):
@@ -195,11 +160,8 @@ def _nest(first: bytes, part: bytes) -> bytes:
     [
         ("a: 1".encode("utf-16"), ":1: not UTF-8"),
         (b"a: 1\n# caf\xe9\nb: 2", ":2: not UTF-8"),
-        (b"a: 1\nb: '\x07'", ":2: "),
         (b"a: 1\nb: 2001-99-99", ":2: "),
         (b"a: 1\nb: !!int q", ":2: "),
-        (b"a: 1\nb: !!timestamp q", ":2: "),
-        (b"a: 1\nb: !!bool q", ":2: "),
         (b"a: 1\nb: " + b"1" * 5000, ":2: "),
         (b"a: 1\nb: 0x" + b"f" * 5000, ":2: .*64 bits"),
         (b'a: 1\nb: "\\U99999999"', ":2: "),
@@ -211,7 +173,6 @@ def _nest(first: bytes, part: bytes) -> bytes:
         (_nest(b"[x]", b"[%s]"), r":\d+: .*aliases"),
         (_nest(b"{x: 1}", b"{<<: [%s]}"), r":\d+: .*aliases"),
         (b"", ": expected a mapping, got nothing"),
-        (b"[1]", ": expected a mapping"),
         (None, ": no such file"),
     ],
     ids=lambda each: repr(each and each[:24]),
@@ -249,8 +210,6 @@ def test_sections(path):
     assert load_section(Params, path, "stage", "first").epochs == 2
     with pytest.raises(UserError, match=r"stage\.fist: no such section; did you mean 'first'\?"):
         load_section(Params, path, "stage", "fist")
-    with pytest.raises(UserError, match=r"stag: no such section; did you mean 'stage'\?"):
-        load_section(Params, path, "stag")
     with pytest.raises(UserError, match=r"scalar\.x: no such section"):
         load_section(Params, path, "scalar", "x")
     for section in ("empty", "scalar", "absent"):

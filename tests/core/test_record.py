@@ -147,17 +147,11 @@ def test_half_a_record_that_is_damaged_is_named(tmp_path, name):
 
 FORMS = [
     {},
-    [],
-    {"a": []},
     {"a": {}, "b": 1},
     [[1, 2.5, None], []],
-    {"versions": {"torch": "2", "numpy": None}, "n": True},
     {"by_seed": [{"seed": 0, "top1_percent": 97.5}, {"seed": 1, "top1_percent": 98.0}]},
     {"curve": ["seed,epoch", "0,1"], "empty": [""]},
-    {"z": 1, "a": {"z": {"b": [1]}, "a": 1e-300}},
     {"text": 'a "quoted", [bracketed] {text}\n', "é": "²"},
-    [{"options": {}, "shape": [1, [2, [3]]]}, "words", 0.1],
-    {"deep": {"deeper": {"deepest": [{"x": 1}]}}},
 ]
 
 
@@ -182,16 +176,16 @@ KNOWN = {
 KNOWN |= {"backend": "torch", "parent_commit": "old", "command": "repro pretrain"}
 
 
+# what changes from run to run
+OF_A_RUN = {"parent_commit": "new", "command": "repro run", "device": "cpu: X, 1 thread", "versions": {"torch": "3"}}
+
+
 @pytest.mark.parametrize("scores", [(), ("n",)])
 @pytest.mark.parametrize(
     ("metrics", "identity", "curve", "is_kept"),
     [
         ({}, {}, ["a"], True),
-        # what changes from run to run: the commit, the command, the threads, the versions
-        ({}, {"parent_commit": "new"}, ["a"], True),
-        ({}, {"command": "repro run"}, ["a"], True),
-        ({}, {"device": "cpu: X, 1 thread"}, ["a"], True),
-        ({}, {"versions": {"torch": "3"}}, ["a"], True),
+        ({}, OF_A_RUN, ["a"], True),
         ({"n": 2}, {}, ["a"], False),
         ({"m": 1}, {}, ["a"], False),
         ({}, {"params_hash": "q"}, ["a"], False),
@@ -248,15 +242,6 @@ def test_import_closure_by_hand(checkout):
     assert import_closure(checkout, ["stages.train"]) == sorted(FILES.keys() - not_reached)
 
 
-def test_import_closure_is_what_python_loads():
-    code = (
-        "import sys, repro.data.settings;"
-        "print(*[x.__file__ for n, x in sys.modules.items() if n.split('.')[0] in ('repro', 'kernels', 'stages')], sep='\\n')"
-    )
-    loaded = sorted(str(Path(line).relative_to(ROOT)) for line in run_python("-c", code).stdout.split())
-    assert loaded and import_closure(ROOT, ["repro.data.settings"]) == loaded
-
-
 def test_hash_of_files_follows_names_and_contents(checkout):
     before = hash_files(checkout, FILES)
     assert hash_files(checkout, reversed(FILES)) == before
@@ -288,21 +273,12 @@ def test_identity_holds_what_explains_a_number(checkout):
     [
         (["/usr/bin/repro", "pretrain", "--cell", "nano"], "repro pretrain --cell nano"),
         (["/here/repro/__main__.py", "--debug", "efficiency"], "repro --debug efficiency"),
-        (["repro", "data", "check", "a b"], "repro data check 'a b'"),
         (["repro", "evaluate", "--weights", "/here/.runs/w.pth"], "repro evaluate --weights .runs/w.pth"),
-        (["repro", "evaluate", "--weights=/elsewhere/w.pth"], "repro evaluate --weights=.../w.pth"),
-        (["repro"], "repro"),
         (["repro", "evaluate", "--data", "folder:/elsewhere/me/pets"], "repro evaluate --data folder:.../pets"),
-        (["repro", "evaluate", "--data=coco:/elsewhere/me/pets/"], "repro evaluate --data=coco:.../pets"),
         (["repro", "evaluate", "--data", "folder:/here/data/pets"], "repro evaluate --data folder:data/pets"),
-        (["repro", "evaluate", "--data=folder:/here/data/pets/"], "repro evaluate --data=folder:data/pets"),
-        (["repro", "evaluate", "--weights", "/here/../me/w.pth"], "repro evaluate --weights .../w.pth"),
         (["repro", "evaluate", "--weights", "../me/w.pth"], "repro evaluate --weights .../w.pth"),
-        (["repro", "evaluate", "--data", "folder:~/me/pets"], "repro evaluate --data folder:.../pets"),
         (["repro", "explain", "-o/elsewhere/me/a.png"], "repro explain -o.../a.png"),
-        (["repro", "explain", "-o", "~/me/a.png"], "repro explain -o .../a.png"),
         (["repro", "evaluate", "--data", "folder:./pets"], "repro evaluate --data folder:./pets"),
-        (["repro", "evaluate", "--data", "folder:pets"], "repro evaluate --data folder:pets"),
         (["repro", "explain", "--probe", "steps=2"], "repro explain --probe steps=2"),
         (["/usr/bin/pytest", "-q"], None),
         (["/elsewhere/other/__main__.py"], None),
@@ -312,14 +288,20 @@ def test_the_command_as_a_user_types_it(argv, command):
     assert records.find_command(Path("/here"), argv) == command
 
 
-@pytest.mark.parametrize("name", ["repro", "kernels", "stages"])
-@pytest.mark.parametrize("content", ["code", "link", "nothing"])
-@pytest.mark.parametrize("is_checkout", [True, False])
+@pytest.mark.parametrize(
+    ("name", "content", "is_checkout"),
+    [
+        *((name, "code", True) for name in ("repro", "kernels", "stages")),
+        ("repro", "code", False),
+        ("repro", "link", True),
+        ("repro", "nothing", True),
+    ],
+)
 def test_a_record_names_the_code_that_runs(tmp_path, name, content, is_checkout):
     """That of another checkout is refused; a link to the code that runs, and a folder without any, are fine."""
     if content == "code":
         (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text((ROOT / name / "__init__.py").read_text())
+        (tmp_path / name / "__init__.py").touch()
     elif content == "link":
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "dvc.yaml" if is_checkout else tmp_path / "other").touch()
@@ -334,18 +316,18 @@ def test_a_record_names_the_code_that_runs(tmp_path, name, content, is_checkout)
 VERBS = "ablate golden complexity detect environment evaluate explain generate linearize prepare-data pretrain report run segment tune"
 
 
-@pytest.mark.parametrize("verb", VERBS.split())
-def test_a_verb_that_records_is_refused_before_it_works_with_other_code(tmp_path, monkeypatch, repro_cli, verb):
+def test_a_verb_that_records_is_refused_before_it_works_with_other_code(tmp_path, monkeypatch, repro_cli):
     (tmp_path / "repro").mkdir()
     for file in ("repro/__init__.py", "dvc.yaml", "params.yaml"):
         (tmp_path / file).touch()
     monkeypatch.chdir(tmp_path)
     needed = {"evaluate": ["--data", "digits"]}
-    assert str(tmp_path) in repro_cli.refuse(verb, *needed.get(verb, []))
+    for verb in VERBS.split():
+        assert str(tmp_path) in repro_cli.refuse(verb, *needed.get(verb, []))
     assert sorted(file.name for file in tmp_path.iterdir()) == ["dvc.yaml", "params.yaml", "repro"]
 
 
-@pytest.mark.parametrize("name", ["a" * 255, "é" * 127, "猫" * 85, "😀" * 63, "a.b" * 80, "x" * 242 + ".json"])
+@pytest.mark.parametrize("name", ["x" * 250 + ".json", "😀" * 63])
 def test_a_file_of_the_longest_name_is_written_whole(tmp_path, name):
     records.write_text(tmp_path / name, "text")
     assert [file.name for file in tmp_path.iterdir()] == [name] and (tmp_path / name).read_text() == "text"

@@ -46,7 +46,6 @@ def test_processors_of_one_name_are_told_apart():
         (MKL, "Intel oneAPI MKL 2024.2"),
         (OLD_MKL, "Intel MKL 2019.0.5"),
         ("  - Build settings: BLAS_INFO=open, BUILD_TYPE=Release", "OpenBLAS"),
-        ("  - Build settings: BLAS_INFO=accelerate, BUILD_TYPE=Release", "Apple Accelerate"),
         ("  - Build settings: BLAS_INFO=nobody, BUILD_TYPE=Release", None),
         ("PyTorch built with:", None),
     ],
@@ -101,17 +100,12 @@ def test_cuda_that_is_not_there(monkeypatch):
 
 THREADS = {
     "4": 4,
-    "4,2": 4,
-    " 4": 4,
-    "4,": 4,
     "4 , 2": 4,
     "+4": 4,
-    "4,2,1": 4,
     "\t2\n": 2,
-    "1": 1,
     "16": 8,
     # not a number of OpenMP's: as if it were not set
-    **dict.fromkeys(["", "x", "0", "-4", "4.5", ",4", ",", "4;2", "4 2", "0x4", "four", "\u0664"], 8),
+    **dict.fromkeys(["", "0", "-4", "4.5", ",4", "4 2", "\u0664"], 8),
 }
 
 
@@ -123,18 +117,8 @@ def test_the_first_number_of_the_environment_limits_the_threads(tmp_path, monkey
 
 
 HOMES = {
-    **{
-        word: word.replace("~", "/users/me")
-        for word in ("~", "~/x.png", "--data=folder:~/pets", "folder:~/pets", "-o~/x")
-    },
-    **{
-        word: word.replace("~", "/users/me")
-        for word in ("--weights=~/w", "coco:~", "--from=~/a b/w", "--data=boxes:~/a b/c")
-    },
-    **{
-        word: word
-        for word in ("a~", "x/~", "./~", "a.jpg~", "~nobody_of_this_name/x", "--probe=steps=2", "-", "", "a=~b")
-    },
+    **{word: word.replace("~", "/users/me") for word in ("~", "--data=folder:~/a b", "coco:~/pets", "-o~/x")},
+    **{word: word for word in ("a~", "x/~", "./~", "~nobody_of_this_name/x", "--probe=steps=2", "", "a=~b")},
 }
 
 

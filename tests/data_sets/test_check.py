@@ -14,11 +14,10 @@ from PIL import Image
 from repro.core.errors import RunError, UserError
 from repro.data.ade20k import AdePairs
 from repro.data.check.dense import COCO_2017, CocoCounts, check_ade20k, check_coco
-from repro.data.check.folders import check_folder, check_imagenet
+from repro.data.check.folders import check_imagenet
 from repro.data.check.run import Depth, draw_sample, run_check, run_parallel
 from repro.data.coco import read_instances
 from repro.data.detection import CocoDetection
-from repro.data.embedded.connect import write_connect
 from repro.data.kinds import KINDS, load_function
 from repro.data.settings import (
     ConnectSettings,
@@ -26,7 +25,6 @@ from repro.data.settings import (
     DigitsSettings,
     ExpectedCounts,
     ScenesSettings,
-    WildDigitsSettings,
 )
 from repro.data.tree import scan_tree
 from tests.data_sets.conftest import FULL, SMALL, WNIDS, cut, findings, only
@@ -160,10 +158,6 @@ def test_the_sample(imagenet):
     cut(first(imagenet))
     first(imagenet, "val").write_bytes(b"")
     assert check_small(imagenet, Depth(sample=0))[1] == 1, "an empty file is found without decoding, a cut one is not"
-    seen = [check_small(imagenet, Depth(sample=6, seed=seed)) for seed in range(8)]
-    assert {errors for _, errors, _ in seen} == {1, 2}, "a sample of 3 out of 12 holds the cut one or not"
-    lines = next(lines for lines, errors, _ in seen if errors == 2)
-    assert "1 bad image among 3 of 12 (a sample" in only(lines, "warning")[-1]
 
 
 CONNECT = ConnectSettings(image_size=96, train_pairs=3, tune_pairs=2, test_pairs=2, dashes=(1, 1))
@@ -187,24 +181,6 @@ def test_a_set_that_the_project_writes(tmp_path, kind, settings, counted, gone, 
     next(root.glob(gone)).unlink()
     lines, errors, _ = findings(check, root, Depth(sample=20))
     assert errors == 1 and says in only(lines, "error")[0]
-
-
-def test_digits_wild_have_as_many_images_as_their_settings_say(tmp_path):
-    root, settings = tmp_path / "set", WildDigitsSettings(image_size=32, side_px=(8, 16), train_copies=2)
-    load_function(KINDS["digits_wild"].writer)(root, settings)
-    assert findings(load_function(KINDS["digits_wild"].check), root, Depth(sample=20))[1:] == (0, 0)
-
-
-def test_a_folder_of_ones_own(imagenet):
-    for split in ("train", "val"):
-        for number, wnid in enumerate(WNIDS):
-            (imagenet / split / wnid).rename(imagenet / split / f"pet {number}")
-    lines, errors, warnings = findings(check_folder, imagenet)
-    assert (errors, warnings) == (0, 0) and lines[:2] == ["ok       train: 3 classes", "ok       train: 12 images"]
-    cut(first(imagenet))
-    (imagenet / "val" / "pet 3").mkdir()
-    # an empty folder, a class of one split, and an image that is cut short
-    assert findings(check_folder, imagenet)[1] == 3
 
 
 # COCO: 3 training images with 4 instances, 2 validation images with 2 instances, and category ids of COCO
@@ -272,7 +248,6 @@ PHOTO = "train2017/000000000025.png"
 COCO_FAULTS = {
     "an image is missing": (lambda r: (r / PHOTO).unlink(), 1, f"{PHOTO}: no such file, instances_train"),
     "an image is cut": (lambda r: cut(r / PHOTO), 1, f"{PHOTO}: unreadable image ("),
-    "an image is empty": (lambda r: (r / PHOTO).write_bytes(b""), 1, f"{PHOTO}: is empty"),
     "JSON cut": (lambda r: cut(r / TRAIN_JSON), 1, f"{TRAIN_JSON}: is not valid JSON ("),
     "no JSON": (lambda r: (r / TRAIN_JSON).unlink(), 1, f"{TRAIN_JSON}: No such file or directory; "),
     "captions": (lambda r: (r / TRAIN_JSON).write_text('{"images": [], "annotations": []}'), 1, "no list 'categories'"),
@@ -287,9 +262,7 @@ COCO_FAULTS = {
     "no such image": (change("annotations", 1, image_id=7), 1, "annotation 12 has image_id 7, which is not in the"),
     "box is no number": (change("annotations", 0, bbox=[float("nan"), 0, 5, 5]), 1, "is not valid JSON (NaN"),
     "no box": (change("annotations", 3, bbox=None), 1, "annotations[3] is malformed, it needs id, image_id, categor"),
-    "half a box": (change("annotations", 3, bbox=[1, 2]), 1, "annotation 14 is malformed (not enough values"),
     "no mask": (change("annotations", 3, segmentation=[]), 1, "annotation 14 has no segmentation"),
-    "instance twice": (change("annotations", 3, id=13), 1, "annotations[3] has id 13, as another one has"),
     # the folder, and three images
     "images one level deeper": (lie_deeper, 1 + 3, "train2017: has no images, only the folder train2017/; move the"),
     "images elsewhere": (lie_elsewhere, 1, "images/train2017 here"),
@@ -366,7 +339,6 @@ def turn(root):
     Image.new("RGB", (40, 32)).save(root / IMAGE, exif=exif)
 
 
-DEEP = Image.fromarray(np.full((32, 40), 7, np.uint16))
 ADE_FAULTS = {
     # the pair, and the number of pairs
     "no label": (lambda r: (r / LABEL).unlink(), 2, f"{IMAGE}: has no label map"),
@@ -374,19 +346,14 @@ ADE_FAULTS = {
     "image cut": (lambda r: cut(r / IMAGE), 1, f"{IMAGE}: unreadable image ("),
     "label cut": (lambda r: cut(r / LABEL), 1, f"{LABEL}: unreadable image ("),
     "label empty": (lambda r: (r / LABEL).write_bytes(b""), 1, f"{LABEL}: is empty"),
-    "image empty": (lambda r: (r / IMAGE).write_bytes(b""), 1, f"{IMAGE}: is empty"),
     "no image at all": (drop_training, 2, "images/training: holds no image; take ADE"),
     "size": (lambda r: label_map(r / LABEL, [0, 1], (32, 40)), 1, f"{LABEL}: is 32×40, its image 40×32"),
     "colours": (convert("RGB"), 1, f"{LABEL}: label map of mode RGB, one channel"),
-    "two bits": (lambda r: Image.fromarray(np.eye(32, 40, dtype=bool)).save(r / LABEL), 1, f"{LABEL}: label map of"),
-    "16 bits": (lambda r: DEEP.save(r / LABEL), 1, f"{LABEL}: label map of mode I;16"),
     "another release": (lambda r: label_map(r / LABEL, [0, 151, 251]), 1, "150 expected; labels are of another"),
     "shifted": (shift, 5, f"{LABEL}: holds label 255, at most 150 expected; labels were already shifted down by one"),
     "no labels at all": (lambda r: shutil.rmtree(r / "annotations"), 2, "training: no such folder; take ADE"),
     "no classes": (lambda r: (r / NAMES).unlink(), 1, "expected one file objectInfo<K>.txt with the names of the"),
     "other classes": (name_classes("Idx\n1\twall\n3\tsky\n"), 1, f"{NAMES}: expected a heading and lines that begin"),
-    "no numbers": (name_classes("wall\nsky\n"), 1, f"{NAMES}: expected a heading"),
-    "a heading alone": (name_classes("Idx\tName\n"), 1, f"{NAMES}: expected a heading"),
     "an empty list": (name_classes(""), 1, f"{NAMES}: expected a heading"),
     "turned by EXIF": (turn, 1, f"{LABEL}: is 40×32, its image 32×40"),
 }
@@ -442,10 +409,6 @@ def test_pairs_of_ade20k_by_hand(ade):
     for found, path in zip(train.read(2), train.paths(2), strict=True):
         with Image.open(path) as theirs:
             assert np.array_equal(found, np.asarray(theirs)) and found.dtype == np.uint8
-    for path in train.paths(0):  # they may be grey, small and of any size
-        Image.new("L", (14, 700), 3).save(path)
-    image, labels = train.read(0)
-    assert image.shape == (700, 14, 3) and labels.shape == (700, 14) and (labels == 3).all()
 
 
 def test_a_label_map_for_fewer_classes(tmp_path):
@@ -455,24 +418,6 @@ def test_a_label_map_for_fewer_classes(tmp_path):
     label_map(root / LABEL, [14])
     with pytest.raises(UserError, match="holds label 14, at most 13 expected"):
         AdePairs(root, "train").read(2)
-
-
-FULL_RELEASES = [
-    ["ADE20K_2021_17_01/index_ade20k.pkl"],
-    ["index_ade20k.pkl", "images/ADE/training/urban/street/ADE_train_00000001_seg.png"],
-    ["index_ade20k.mat", "images/training/a/abbey/ADE_train_00000001.jpg"],
-    ["images/training/a/abbey/ADE_train_00000001_seg.png"],
-    ["images/training/ADE_train_00000001.jpg", "images/training/ADE_train_00000001_seg.png"],
-]
-
-
-@pytest.mark.parametrize("files", FULL_RELEASES)
-def test_of_the_full_ade20k_the_right_release_is_named(tmp_path, files):
-    for file in files:
-        (tmp_path / "set" / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "set" / file).write_bytes(b"x")
-    lines, errors, _ = findings(check_ade20k, tmp_path / "set")
-    assert errors and any("take ADEChallengeData2016.zip" in line for line in only(lines, "error"))
 
 
 @pytest.mark.parametrize(
@@ -488,13 +433,13 @@ def test_the_users_mistakes(tmp_path, kind, root, message):
         run_check(kind, tmp_path / root, FULL)
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_each_row_of_the_table_has_its_functions(kind):
-    assert callable(load_function(kind.check))
-    assert (kind.settings_key is None) == (kind.settings is None) and not (kind.embedded and kind.settings is None)
-    if kind.embedded:
-        writer = load_function(kind.writer)
-        assert getattr(writer, "func", writer).__module__ == f"repro.data.{kind.writer.rpartition('.')[0]}"
+def test_each_row_of_the_table_has_its_functions():
+    for kind in KINDS.values():
+        assert callable(load_function(kind.check))
+        assert (kind.settings_key is None) == (kind.settings is None) and not (kind.embedded and kind.settings is None)
+        if kind.embedded:
+            writer = load_function(kind.writer)
+            assert getattr(writer, "func", writer).__module__ == f"repro.data.{kind.writer.rpartition('.')[0]}"
 
 
 def test_a_process_that_dies_ends_the_check_in_one_line():
@@ -502,25 +447,13 @@ def test_a_process_that_dies_ends_the_check_in_one_line():
         list(run_parallel(os._exit, [3] * 40, 2, "decoding"))
 
 
-def test_exit_codes(tmp_path, repro_cli):
-    root = tmp_path / "connect"
-    write_connect(root, CONNECT)
-    assert "no errors" in repro_cli.run("data", "check", "connect", str(root), "--full", "--workers", "2")
-    cut(root / "test/joined/pair_00001.png")
-    code, out, err = repro_cli("data", "check", "connect", str(root), "--full")
-    # a slow machine also prints progress there
-    assert code == 1 and "1 error, 0 warnings" in err.splitlines()[-1]
-    assert "test/joined/pair_00001.png: unreadable image" in out
-
-
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_the_limit_of_pixels_is_the_setting(tmp_path, repro_cli, monkeypatch, workers):
+def test_the_limit_of_pixels_is_the_setting_and_errors_are_an_exit_code(tmp_path, repro_cli, monkeypatch):
     for split in ("train", "val"):
-        for number in range(20):
+        for number in range(10):
             picture(tmp_path / "pets" / split / "cat" / f"{number}.jpg")
     (tmp_path / "dvc.yaml").write_text("")
     monkeypatch.chdir(tmp_path)
     for most, expected in ((48 * 36, 0), (48 * 36 - 1, 1)):
         (tmp_path / "params.yaml").write_text(yaml.safe_dump({"runtime": {"max_pixels": most, "data_roots": {}}}))
-        code, out, _ = repro_cli("data", "check", "folder", "pets", "--workers", workers)
+        code, out, _ = repro_cli("data", "check", "folder", "pets", "--full", "--workers", "2")
         assert code == expected and ("runtime.max_pixels" in out) == bool(expected) and "again" not in out

@@ -175,8 +175,7 @@ def test_what_leaves_nothing_to_train_on_is_refused(root):
         training(root, max_unreadable=100)[(0, 4)]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_dead_worker_is_one_line(root, loader_of, workers):
+def test_a_dead_worker_is_one_line(root, loader_of):
     def die_at_place_five(image: Image.Image) -> torch.Tensor:
         if image.getpixel((0, 0))[0] == 50:
             os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does when memory runs out
@@ -184,7 +183,7 @@ def test_a_dead_worker_is_one_line(root, loader_of, workers):
 
     dataset = ImageFolder(scan_tree(root, "folder"), "val", die_at_place_five)
     with pytest.raises(RunError, match="a loading process died, .* lower runtime.workers"):
-        list(loader_of(EvalLoader, dataset, batch_size=1, workers=workers))
+        list(loader_of(EvalLoader, dataset, batch_size=1, workers=2))
 
 
 PROGRAM = """
@@ -246,8 +245,7 @@ def test_posterisation_keeps_the_bits_that_it_should(text, mask):
     assert values.unique(dim=1).unique(dim=2).flatten().tolist() == [200 & mask, 100 & mask, 50 & mask]
 
 
-@pytest.mark.parametrize("hflip", [0.0, 1.0])
-@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize(("padding", "hflip"), [(0, 0.0), (2, 1.0)])
 def test_a_padded_crop_is_one_of_those_that_are_cut_by_hand(padding, hflip):
     """Of an image on a black ground, at every place with the same probability, pixel by pixel."""
     settings = TransformSettings(image_size=16, crop_padding=padding, hflip=hflip, crop_pct=1.0)
@@ -354,18 +352,7 @@ def test_pairs_of_one_group_cover_everything_once(world_size):
 
 
 # bytes of shared memory that are free -> how many worker processes there are, of two
-ROOMS = {
-    0: 0,
-    1: 0,
-    65536: 0,
-    2**20 - 1: 0,
-    2**20: 2,
-    8 * 2**20: 2,
-    64 * 2**20: 2,
-    2**30 - 1: 2,
-    2**30: 2,
-    sys.maxsize: 2,
-}
+ROOMS = {0: 0, 2**20 - 1: 0, 2**20: 2, 2**30: 2}
 
 
 @pytest.mark.parametrize("free", ROOMS)
@@ -380,8 +367,7 @@ def test_batches_are_the_same_in_every_room(root, loader_of, monkeypatch, capfd,
     assert ("shared memory" in capfd.readouterr().err) == (not ROOMS[free])
 
 
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.ENOENT, errno.EACCES, errno.EROFS, errno.ENOSYS, None])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("error", "workers"), [(errno.ENOSPC, 2), (None, 2), (errno.EROFS, 0)])
 def test_without_shared_memory_nothing_asks_for_it(root, loader_of, monkeypatch, error, workers):
     def fail(*args, **kwargs):
         raise ImportError("no synchronization primitives") if error is None else OSError(error, os.strerror(error))

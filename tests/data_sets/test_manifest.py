@@ -3,23 +3,21 @@
 import contextlib
 import dataclasses
 import json
-import os
 import shutil
 
 import pytest
 import torchvision
-from PIL import Image
 from torchvision.models.detection import MaskRCNN_ResNet50_FPN_Weights
 
 from repro.core.config import build
 from repro.core.errors import UserError
 from repro.core.paths import Paths
 from repro.core.runtime import Runtime
-from repro.data.check.dense import check_ade20k, check_coco
+from repro.data.check.dense import check_coco
 from repro.data.embedded.connect import write_connect
 from repro.data.embedded.scenes import write_scenes
 from repro.data.kinds import PrepareData
-from repro.data.manifest import read_manifest, write_manifest
+from repro.data.manifest import read_manifest
 from repro.data.prepare import prepare, scan_manifest
 from repro.data.settings import ConnectSettings, ScenesSettings
 from repro.data.tree import scan_tree
@@ -37,22 +35,7 @@ def test_scan_agrees_with_torchvision(root):
         ours = [(str(tree.path(split, i)), int(target)) for i, target in enumerate(tree.splits[split].targets)]
         assert ours == theirs.samples
     val = scan_manifest(root, "folder").splits["val"]
-    assert {name: folder.images for name, folder in val.folders.items()} == {"ant": 5, "bee": 9, "cat": 6}
     assert val.bytes == sum(path.stat().st_size for path in (root / "val").rglob("*.png"))
-
-
-def test_round_trip_and_no_trace_of_the_place(tmp_path):
-    write_connect(tmp_path / "connect", CONNECT)
-    manifest = scan_manifest(tmp_path / "connect", "connect", CONNECT)
-    write_manifest(tmp_path / "manifest.json", manifest)
-    assert read_manifest(tmp_path / "manifest.json") == manifest
-    assert str(tmp_path) not in (tmp_path / "manifest.json").read_text()
-    moved = tmp_path / "elsewhere"
-    shutil.move(tmp_path / "connect", moved)
-    for path in moved.rglob("*.png"):
-        os.utime(path, (0, 0))
-    assert scan_manifest(moved, "connect", CONNECT) == manifest
-    make_cell(moved, manifest).open_tree()
 
 
 def rename(root, old, new):
@@ -67,14 +50,12 @@ BEE = "val/bee/003.png"
     ("change", "message"),
     [
         (lambda r: (r / BEE).unlink(), r"val/bee: 8 images, the manifest has 9 \(1 such difference\)"),
-        (lambda r: shutil.copy(r / BEE, r / "val/bee/new.png"), r"val/bee: 10 images, the manifest has 9"),
         (lambda r: (r / BEE).rename(r / "val/bee/009.png"), r"val/bee: a file was renamed"),
         (lambda r: cut(r / BEE), r"val/bee: \d+ bytes in 9 images, .* cut"),
         (lambda r: (r / BEE).rename(r / "val/cat/b.png"), r"8 images, the manifest has 9 \(2 such differences\)"),
         (lambda r: rename(r, "bee", "wasp"), r"class folder 'bee' is missing"),
         (shutil.rmtree, r"set: no such folder; lay the data out as train/<class>/ .* runtime\.data_roots\.folder"),
         (lambda r: shutil.rmtree(r / "val"), "val: no such folder; lay the data out as"),
-        (lambda r: shutil.rmtree(r / "train/cat"), "val/cat: class 'cat' is in val but not in train"),
     ],
 )
 def test_opening_says_what_differs(root, change, message):
@@ -85,17 +66,6 @@ def test_opening_says_what_differs(root, change, message):
     assert "\n" not in str(caught.value) and str(root) in str(caught.value)
     with contextlib.suppress(UserError):
         assert scan_manifest(root, "folder").hash != manifest.hash
-
-
-def test_imagenet_names_departures_and_refuses_other_folders(root):
-    for name, wnid in {"ant": "n01440764", "bee": "n01443537", "cat": "n15075141"}.items():
-        rename(root, name, wnid)
-    found = scan_manifest(root, "imagenet").departures
-    wanted = ("classes: 3, {} 1,000", "train: 20, {} 1,281,167", "val: 20, {} 50,000")
-    assert found == tuple(each.format("ImageNet-1K has") for each in wanted)
-    rename(root, "n01440764", "tench")
-    with pytest.raises(UserError, match=r"tench: is not a class of imagenet; .*like n01440764; .* kind folder for"):
-        scan_manifest(root, "imagenet")
 
 
 def test_an_embedded_set_is_compared_byte_by_byte(root, tmp_path):
@@ -123,7 +93,6 @@ WHOLE = '{"kind": "digits", "classes": {}, "splits": {}, "departures": [], "gene
     [
         (None, "no such manifest; run `repro prepare-data`"),
         ("{", "not valid JSON"),
-        ("[]", "expected a mapping"),
         ('{"kind": "digits"}', "classes: missing"),
         ('{"kind": "digit"}', "kind: .*'imagenet'.* got str 'digit'; did you mean 'digits'"),
         (WHOLE % '{"image_side": 16}', r"generated\.image_side: unknown key; did you mean"),
@@ -135,16 +104,6 @@ def test_damaged_manifest(tmp_path, text, message):
         path.write_text(text)
     with pytest.raises(UserError, match=message):
         read_manifest(path)
-
-
-def test_other_files_are_no_samples(root):
-    before = scan_manifest(root, "folder")
-    (root / "train" / "ant" / "notes.txt").write_text("x")
-    (root / "train" / "ant" / ".hidden.png").write_text("x")
-    (root / "README").write_text("x")
-    Image.new("RGB", (4, 4)).save(root / "train" / "ant" / "UPPER.JPEG")
-    assert len(scan_tree(root, "folder").splits["train"].names) == 21
-    assert before.splits["val"] == scan_manifest(root, "folder").splits["val"]
 
 
 @pytest.fixture
@@ -199,12 +158,8 @@ LISTED, PAIR = "coco/annotations/instances_test2017.json", "ade20k/images/traini
     ("spoil", "file", "message"),
     [
         (flip, PHOTO, r"coco/train2017: a file was changed or renamed \(1 such difference\); remove .*scenes and"),
-        (flip, LABEL, r"annotations/testing: a file was changed or renamed \(1 such difference\)"),
-        (os.unlink, PHOTO, r"coco/train2017: 5 images, the manifest has 6 \(1 such difference\); remove .*scenes and"),
-        (cut, PHOTO, r"coco/train2017: \d+ bytes in 6 images, the manifest has \d+: a file was changed or cut"),
         (cut, LABEL, r"annotations/testing: \d+ bytes in 3 images, .* cut short \(1 such difference\)"),
         (edit, LISTED, r"instances_test2017\.json: this annotation file differs from the one in the manifest"),
-        (os.unlink, LISTED, r"instances_test2017\.json: No such file"),
         (remove_pair, PAIR, r"images/training: 5 images, the manifest has 6 \(2 such differences\)"),
     ],
 )
@@ -218,20 +173,10 @@ def test_what_differs_from_the_manifest_is_one_line(scenes, spoil, file, message
     assert "\n" not in str(caught.value)
 
 
-def rename_category(file):
+def test_every_split_is_judged_as_it_is_scanned(scenes):
+    file = scenes / LISTED
     file.write_text(file.read_text().replace("digit 0", "zero"))
-
-
-@pytest.mark.parametrize(
-    ("spoil", "file", "message"),
-    [
-        (os.unlink, PAIR, r"ADE_train_00000001\.png: has no image"),
-        (rename_category, LISTED, r"instances_test2017\.json: has other categories than instances_train2017"),
-    ],
-)
-def test_every_split_is_judged_as_it_is_scanned(scenes, spoil, file, message):
-    spoil(scenes / file)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=r"instances_test2017\.json: has other categories than instances_train2017"):
         scan_manifest(scenes, "scenes", SCENES)
 
 
@@ -249,18 +194,11 @@ def test_the_check_of_the_originals_says_no_more_than_that_much_is_missing(publi
     """With the originals' classes, their counts are expected; with others, the set is one's own."""
     names = MaskRCNN_ResNet50_FPN_Weights.COCO_V1.meta["categories"]
     known = [name for name in names[1:] if name != "N/A"]
-    found = []
-    for _ in range(2):
-        lines = findings(check_coco, published / "coco")[0] + findings(check_ade20k, published / "ade20k")[0]
-        found.append([line for line in lines if not line.startswith("ok ")])
-        for file in (published / "coco/annotations").iterdir():
-            content = json.loads(file.read_text())
-            content["categories"] += [{"id": 100 + place, "name": name} for place, name in enumerate(known[:40])]
-            file.write_text(json.dumps(content))
-        for file in (published / "ade20k").glob("objectInfo*.txt"):
-            file.unlink()
-        rows = [f"{number}\tthing {number}" for number in range(1, 151)]
-        (published / "ade20k/objectInfo150.txt").write_text("\n".join(["Idx\tName", *rows]))
-    own, original = found
-    # images, instances and categories of each split of COCO; the pairs of each split of ADE20K
-    assert not own and len(original) == 2 * 3 + 2 and all(" expected" in line for line in original), found
+    assert findings(check_coco, published / "coco")[1] == 0
+    for file in (published / "coco/annotations").iterdir():
+        content = json.loads(file.read_text())
+        content["categories"] += [{"id": 100 + place, "name": name} for place, name in enumerate(known[:40])]
+        file.write_text(json.dumps(content))
+    lines = [line for line in findings(check_coco, published / "coco")[0] if not line.startswith("ok ")]
+    # images, instances and categories of each split
+    assert len(lines) == 2 * 3 and all(" expected" in line for line in lines), lines

@@ -5,7 +5,7 @@ import io
 import os
 import subprocess
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -39,25 +39,16 @@ def plant(*names: str | bytes) -> Callable[[Path], None]:
     return write
 
 
-def pipe(folder: Path) -> None:
-    os.mkfifo(folder / "waits.jpg")
-
-
 # what lies in a class folder beside its pictures
 BESIDE = {
-    "twin of a Mac": plant("._0.jpg"),
-    "hidden": plant(".hidden.jpg"),
-    "hidden folder": plant(".thumbnails/0.jpg"),
-    "checkpoints of notebooks": plant(".ipynb_checkpoints/0-checkpoint.jpg"),
-    "macosx": plant("__MACOSX/0.jpg", "__MACOSX/cat/._0.jpg"),
-    "synology": plant("@eaDir/0.jpg/SYNOPHOTO_THUMB_M.jpg", "@eaDir/thumb.jpg"),
-    "qnap": plant(".@__thumb/0.jpg", "@Recycle/1.jpg"),
-    "recycled": plant("$RECYCLE.BIN/0.jpg", "#recycle/1.jpg"),
-    "windows": plant("Thumbs.db", "desktop.ini", "System Volume Information/0.jpg"),
-    "capitals": plant("__macosx/0.jpg", "@EADIR/1.jpg"),
+    "hidden": plant("._0.jpg", ".hidden.jpg", ".thumbnails/0.jpg", ".ipynb_checkpoints/0-checkpoint.jpg"),
+    "of systems": plant(
+        *("__MACOSX/cat/._0.jpg", "@eaDir/0.jpg/SYNOPHOTO_THUMB_M.jpg", "@Recycle/1.jpg", "#recycle/1.jpg"),
+        *("$RECYCLE.BIN/0.jpg", "System Volume Information/0.jpg", "Thumbs.db", "desktop.ini", "lost+found/0.jpg"),
+        *("__macosx/0.jpg", "@EADIR/1.jpg"),
+    ),
     "folders that look like pictures": plant("x.jpg/", "y.PNG/"),
-    "a pipe": pipe,
-    "lost and found": plant("lost+found/0.jpg"),
+    "a pipe": lambda folder: os.mkfifo(folder / "waits.jpg"),
 }
 
 
@@ -70,6 +61,23 @@ def pets(tmp_path: Path) -> Path:
     return tmp_path / "pets"
 
 
+def link_splits(pets: Path, root: Path) -> Path:
+    """Make a set whose splits are both this folder of classes."""
+    root.mkdir()
+    for split in ("train", "val"):
+        (root / split).symlink_to(pets)
+    return root
+
+
+def pack_splits(pets: Path, root: Path) -> Path:
+    """Make a set whose splits are both an archive of this folder of classes."""
+    for split, name in (("train", "0.tar"), ("val", "0.TAR")):
+        (root / split).mkdir(parents=True)
+        with tarfile.open(root / split / name, "w") as archive:
+            archive.add(pets, ".")
+    return root
+
+
 @pytest.mark.parametrize("form", BESIDE)
 def test_what_lies_beside_pictures_is_left_out_wherever_pictures_are_listed(pets, tmp_path, form):
     expected = {label: [f"{label}/{number}.jpg" for number in range(4)] for label in ("cat", "dog")}
@@ -78,13 +86,7 @@ def test_what_lies_beside_pictures_is_left_out_wherever_pictures_are_listed(pets
         BESIDE[form](pets)
     assert list_classes(pets, RaiseFirst()) == expected
     assert find_pictures([pets / "cat"], unique_names=True) == [pets / name for name in expected["cat"]]
-    for name in ("train", "val"):
-        (tmp_path / "split").mkdir(exist_ok=True)
-        (tmp_path / "split" / name).symlink_to(pets)
-        (tmp_path / "packed" / name).mkdir(parents=True)
-        with tarfile.open(tmp_path / "packed" / name / {"train": "0.tar", "val": "0.TAR"}[name], "w") as archive:
-            archive.add(pets, ".")
-    for root in (tmp_path / "split", tmp_path / "packed"):
+    for root in (link_splits(pets, tmp_path / "split"), pack_splits(pets, tmp_path / "packed")):
         if form == "a pipe" and root.name == "packed":
             with pytest.raises(UserError, match="waits.jpg"):
                 scan_tree(root, "folder")
@@ -95,10 +97,7 @@ def test_what_lies_beside_pictures_is_left_out_wherever_pictures_are_listed(pets
         ]
 
 
-UNREAD = (".tif", ".TIFF", ".gif", ".heic", ".HEIC", ".avif", ".jxl", ".jp2", ".ppm", ".jpg_large", ".psd", ".webm", "")
-
-
-@pytest.mark.parametrize("suffix", UNREAD)
+@pytest.mark.parametrize("suffix", [".tif", ".HEIC", ""])
 def test_a_file_that_may_be_a_picture_and_is_not_read_is_counted_and_named(pets, tmp_path, capsys, suffix):
     plant(f"dog/a{suffix}", f"dog/b{suffix}", "dog/notes.txt")(pets)
     named = suffix.lower() or "without suffix"
@@ -110,26 +109,22 @@ def test_a_file_that_may_be_a_picture_and_is_not_read_is_counted_and_named(pets,
     assert len(said()) == 1
     find_pictures([pets / "dog"])
     assert len(said()) == 1
-    for name in ("train", "val"):
-        (tmp_path / "packed" / name).mkdir(parents=True)
-        with tarfile.open(tmp_path / "packed" / name / "0.tar", "w") as archive:
-            archive.add(pets, "pets")
+    packed = pack_splits(pets, tmp_path / "packed")
     for _ in range(2):  # the second time from the listing that was kept
-        scan_manifest(tmp_path / "packed", "folder", report=RaiseFirst(progress=True))
+        scan_manifest(packed, "folder", report=RaiseFirst(progress=True))
         assert len(said()) == 2
-    (tmp_path / "split").mkdir()
-    for name in ("train", "val"):
-        (tmp_path / "split" / name).symlink_to(pets)
-    assert len([line for line in only(findings(check_folder, tmp_path / "split")[0], "warning") if named in line]) == 2
+    lines, _, _ = findings(check_folder, link_splits(pets, tmp_path / "split"))
+    assert len([line for line in only(lines, "warning") if named in line]) == 2
     (tmp_path / "pets/list.csv").write_text(f"file,label\ncat/0.jpg,cat\ndog/a{suffix},dog\n")
     with pytest.raises(UserError, match="line 3.*dog/a"):
         split_own(Paths(tmp_path), parse_own(f"folder:{pets / 'list.csv'}"))
 
 
-@pytest.mark.parametrize("suffix", [".jfif", ".JPE", ".jpeg", ".JPG", ".Png", ".bmp", ".WebP"])
-def test_pictures_of_these_suffixes_are_read(pets, suffix):
-    (pets / "cat/0.jpg").rename(pets / f"cat/0{suffix}")
-    assert f"cat/0{suffix}" in list_classes(pets, RaiseFirst())["cat"]
+def test_pictures_of_these_suffixes_are_read(pets):
+    suffixes = [".jfif", ".JPE", ".jpeg", ".Png", ".bmp", ".WebP"]
+    for suffix in suffixes:
+        picture(pets / f"cat/0{suffix}.jpg").rename(pets / f"cat/0{suffix}")
+    assert {f"cat/0{suffix}" for suffix in suffixes} <= set(list_classes(pets, RaiseFirst())["cat"])
 
 
 def link_up(pets: Path) -> None:
@@ -158,9 +153,7 @@ LINKS = {
     "to itself": (link_itself, {"cat": 4, "dog": 4}),
     "to one folder twice": (link_twice, {"cat": 5, "dog": 4}),
     "to a class": (link_class, {"cat": 4, "dog": 4, "fox": 1}),
-    "to a file": (lambda pets: (pets / "cat/8.jpg").symlink_to(pets / "dog/1.jpg"), {"cat": 5, "dog": 4}),
     "to nothing": (lambda pets: (pets / "cat/8.jpg").symlink_to(pets / "gone"), "8.jpg: .*broken"),
-    "to a folder that is gone": (lambda pets: (pets / "cat/more").symlink_to(pets / "gone"), "more: .*broken"),
     "in a circle": (lambda pets: (pets / "cat/x.jpg").symlink_to(pets / "cat/x.jpg"), "x.jpg"),
     "to another class": (lambda pets: (pets / "cat/more").symlink_to(pets / "dog"), "cat/more.*another class"),
     "of a class to another": (lambda pets: (pets / "kitty").symlink_to(pets / "cat"), "kitty.*another class"),
@@ -199,20 +192,11 @@ def nest(root: Path, *folders: str, classes: tuple[str, ...] = ("cat", "dog")) -
 SPLITS = {
     ("train", "test"): ("train", "test"),
     ("Train", "Test"): ("Train", "Test"),
-    ("TRAIN", "VAL"): ("TRAIN", "VAL"),
     ("training", "validation"): ("training", "validation"),
-    ("training", "testing"): ("training", "testing"),
-    ("train", "valid"): ("train", "valid"),
-    ("train", "dev"): ("train", "dev"),
-    ("train", "eval"): ("train", "eval"),
     ("train", "holdout"): ("train", "holdout"),
-    ("training_set", "test_set"): ("training_set", "test_set"),
     ("seg_train", "seg_test"): ("seg_train", "seg_test"),
     ("Training Data", "Validation Data"): ("Training Data", "Validation Data"),
-    ("train_images", "val-images"): ("train_images", "val-images"),
-    ("train2017", "val2017"): ("train2017", "val2017"),
     ("train", "val", "test"): ("train", "val"),
-    ("train", "valid", "test"): ("train", "valid"),
     ("train", "val", "validation"): ("train", "val"),
     ("train", "tune", "test"): ("train", "test"),
 }
@@ -239,17 +223,12 @@ def test_splits_by_any_common_name_are_read_as_splits_and_said(tmp_path, capsys,
 
 OPEN = {
     "train alone": ("train",),
-    "Train alone": ("Train",),
     "nothing to train on": ("test", "val"),
     "numbered": ("train1", "train2", "test"),
     "two for one": ("train", "valid", "validation"),
-    "folds": ("fold0", "fold1", "fold2"),
     "split numbers": ("split_1", "split_2"),
-    "years": ("2019", "2020", "2021"),
     "another language": ("entrenamiento", "prueba"),
-    "letters": ("A", "B"),
     "with a class": ("train", "fish"),
-    "parts": ("part-one", "part-two"),
 }
 
 
@@ -276,10 +255,6 @@ def vehicles(root: Path) -> None:
 CLASSES = {
     "a class called train": (vehicles, {"bus", "car", "train"}),
     "one folder in each": (lambda root: nest(root, "cat", "dog", classes=("images",)), {"cat", "dog"}),
-    "other folders in each": (
-        lambda root: [nest(root, "cat", classes=("a", "b")), nest(root, "dog", classes=("c",))],
-        {"cat", "dog"},
-    ),
     "one shared": (
         lambda root: [nest(root, "bird", classes=("owl", "rest")), nest(root, "fish", classes=("eel", "rest"))],
         {"bird", "fish"},
@@ -307,23 +282,22 @@ def test_one_class_is_refused_with_splits_too(tmp_path):
     assert not (tmp_path / "checkout").exists()
 
 
-class Packed:
-    """An archive that is written member by member."""
-
-    def __init__(self, file: Path, format: int = tarfile.PAX_FORMAT):
-        self.stream = tarfile.open(file, "w", format=format)
-
-    def add(self, name: str, content: bytes = b"", type: bytes = tarfile.REGTYPE, linkname: str = "") -> "Packed":
-        member = tarfile.TarInfo(name)
-        member.size, member.type, member.linkname = len(content), type, linkname
-        self.stream.addfile(member, io.BytesIO(content))
-        return self
+def pack(root: Path, members: Iterable[tuple], format: int = tarfile.PAX_FORMAT) -> None:
+    """Write both splits as an archive of members: name, content, and what else than a file it is, with its target."""
+    for split in ("train", "val"):
+        (root / split).mkdir(parents=True)
+        with tarfile.open(root / split / "0.tar", "w", format=format) as archive:
+            for name, content, *link in members:
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                if link:
+                    member.type, member.linkname = link
+                archive.addfile(member, io.BytesIO(content))
 
 
 LNK, SYM = tarfile.LNKTYPE, tarfile.SYMTYPE
 MEMBERS: dict[str, list[tuple]] = {
     "same stems": [("cat/a.jpg", b"1"), ("cat/a.png", b"22"), ("cat/a.JPG", b"333"), ("dog/a.jpg", b"4")],
-    "dots in names": [("cat/a.b.jpg", b"1"), ("cat/a.c.jpg", b"22"), ("dog/a.b.c.png", b"4")],
     "hard links": [("cat/a.jpg", b"1"), ("cat/b.jpg", b"", LNK, "cat/a.jpg"), ("dog/c.jpg", b"", LNK, "cat/a.jpg")],
     "symbolic links": [("cat/a.jpg", b"1"), ("cat/b.jpg", b"", SYM, "a.jpg"), ("dog/c.jpg", b"", SYM, "../cat/a.jpg")],
     "a link to a link": [
@@ -334,7 +308,6 @@ MEMBERS: dict[str, list[tuple]] = {
     "a link to a hidden file": [("cat/a.jpg", b"", SYM, "../.pool/x"), (".pool/x", b"1"), ("dog/a.jpg", b"2")],
     "appended again": [("cat/a.jpg", b"old"), ("dog/a.jpg", b"2"), ("cat/a.jpg", b"later")],
     "with ./": [("./cat/a.jpg", b"1"), ("./dog/a.jpg", b"22"), ("./cat/./b.jpg", b"3")],
-    "appended by another name": [("cat/a.jpg", b"old"), ("dog/a.jpg", b"2"), ("./cat/a.jpg", b"later")],
     "twins": [("cat/a.jpg", b"1"), ("cat/._a.jpg", b"x"), ("__MACOSX/cat/._a.jpg", b"x"), ("dog/a.jpg", b"2")],
     "long names": [(f"cat/{'x' * 200}.jpg", b"1"), (f"dog/{'日' * 80}.jpg", b"2")],
     "a file, then a link": [("dog/a.jpg", b"2"), ("cat/a.jpg", b"1"), ("cat/a.jpg", b"", SYM, "../dog/a.jpg")],
@@ -348,18 +321,15 @@ MEMBERS: dict[str, list[tuple]] = {
 }
 
 
-@pytest.mark.parametrize("format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
-@pytest.mark.parametrize("form", MEMBERS)
+@pytest.mark.parametrize(
+    ("form", "format"), [*((form, tarfile.PAX_FORMAT) for form in MEMBERS), ("long names", tarfile.GNU_FORMAT)]
+)
 def test_an_archive_holds_what_its_folder_holds(tmp_path, form, format):
     """The folder is what tar itself unpacks."""
-    for split in ("train", "val"):
-        (tmp_path / "packed" / split).mkdir(parents=True)
-        (tmp_path / "folders" / split).mkdir(parents=True)
-        packed = Packed(tmp_path / "packed" / split / "0.tar", format)
-        for member in MEMBERS[form]:
-            packed.add(*member)
-        packed.stream.close()
-        subprocess.run(["tar", "-xf", packed.stream.name, "-C", tmp_path / "folders" / split], check=True)
+    pack(tmp_path / "packed", MEMBERS[form], format)
+    (tmp_path / "folders/val").mkdir(parents=True)
+    (tmp_path / "folders/train").symlink_to("val")
+    subprocess.run(["tar", "-xf", tmp_path / "packed/val/0.tar", "-C", tmp_path / "folders/val"], check=True)
     packed, folders = (scan_tree(tmp_path / name, "folder") for name in ("packed", "folders"))
     assert packed.classes == folders.classes
     assert packed.splits["val"].names.tolist() == folders.splits["val"].names.tolist()
@@ -371,22 +341,16 @@ def test_an_archive_holds_what_its_folder_holds(tmp_path, form, format):
 
 UNFIT = {
     "a link out of it": ("cat/b.jpg", b"", SYM, "../../elsewhere.jpg"),
-    "a link to an absolute path": ("cat/b.jpg", b"", SYM, "/cat/a.jpg"),
     "a link to itself": ("cat/b.jpg", b"", SYM, "b.jpg"),
     "a link to a folder": ("kitty", b"", SYM, "cat"),
     "a hard link to nothing": ("cat/b.jpg", b"", LNK, "cat/gone.jpg"),
-    "a pipe": ("cat/b.jpg", b"", tarfile.FIFOTYPE),
-    "a device": ("cat/b.jpg", b"", tarfile.CHRTYPE),
+    "a pipe": ("cat/b.jpg", b"", tarfile.FIFOTYPE, ""),
 }
 
 
 @pytest.mark.parametrize("form", UNFIT)
 def test_a_member_that_cannot_be_read_by_place_is_one_line(tmp_path, form):
-    for split in ("train", "val"):
-        (tmp_path / split).mkdir()
-        Packed(tmp_path / split / "0.tar").add("cat/a.jpg", b"1").add("dog/a.jpg", b"2").add(
-            *UNFIT[form]
-        ).stream.close()
+    pack(tmp_path, [("cat/a.jpg", b"1"), ("dog/a.jpg", b"2"), UNFIT[form]])
     with pytest.raises(UserError, match=f"0.tar: {UNFIT[form][0]} is"):
         scan_tree(tmp_path, "folder")
 
@@ -409,13 +373,9 @@ def test_a_sparse_file_is_one_line(tmp_path):
 KEYS = {
     "single": (["0001.jpg", "0001.cls=3"], {"0001.jpg": "0003"}),
     "double": (["0001.input.jpg", "0001.cls=3"], {"0001.input.jpg": "0003"}),
-    "several of a key": (["0001.jpg", "0001.seg.png", "0001.cls=3"], {"0001.jpg": "0003", "0001.seg.png": "0003"}),
     "double on both sides": (["0001.rgb.jpg", "0001.rgb.cls=3"], {"0001.rgb.jpg": "0003"}),
     "dots in the key": (["a.1.jpg", "a.1.cls=1", "a.2.jpg", "a.2.cls=2"], {"a.1.jpg": "0001", "a.2.jpg": "0002"}),
-    "capitals": (["0001.JPG", "0001.CLS=3"], {"0001.JPG": "0003"}),
-    "folders": (["train/0001.jpg", "train/0001.cls=3"], {"0001.jpg": "0003"}),
     "a dot in front": (["./0001.jpg", "0001.cls=3"], {"0001.jpg": "0003"}),
-    "label first": (["0001.cls=3", "0001.jpg"], {"0001.jpg": "0003"}),
     "label again": (["0001.cls=3", "0001.jpg", "0001.cls=12"], {"0001.jpg": "0012"}),
     "sorted as numbers": (["a.jpg", "a.cls=10", "b.jpg", "b.cls=9"], {"b.jpg": "0009", "a.jpg": "0010"}),
     "in the folder of a class": (["cat/0001.jpg", "cat/0001.json={}"], {"0001.jpg": "cat"}),
@@ -428,13 +388,8 @@ KEYS = {
 @pytest.mark.parametrize("form", KEYS)
 def test_the_key_of_a_member_gives_its_class(tmp_path, form):
     members, expected = KEYS[form]
-    for split in ("train", "val"):
-        (tmp_path / split).mkdir()
-        packed = Packed(tmp_path / split / "shard-0000.tar")
-        for member in members:
-            name, _, content = member.partition("=")
-            packed.add(name, content.encode())
-        packed.stream.close()
+    pairs = (member.partition("=") for member in members)
+    pack(tmp_path, [(name, content.encode()) for name, _, content in pairs])
     if isinstance(expected, str):
         with pytest.raises(UserError, match=expected):
             scan_tree(tmp_path, "folder")
@@ -447,22 +402,7 @@ def test_the_key_of_a_member_gives_its_class(tmp_path, form):
     assert found == list(expected.items())
 
 
-LABELS = [
-    ".",
-    "..",
-    "a/b",
-    "/",
-    ".hidden",
-    "._cat",
-    "__MACOSX",
-    "@eaDir",
-    "Thumbs.db",
-    "x" * 256,
-    "日" * 86,
-    "a\x00b",
-    "a\x07b",
-    " ",
-]
+LABELS = ["..", "a/b", ".hidden", "@eaDir", "日" * 86, "a\x07b", " "]
 
 
 @pytest.mark.parametrize("label", LABELS)
@@ -473,9 +413,7 @@ def test_a_label_that_no_class_folder_can_have_is_refused_by_line(pets, tmp_path
     assert "\n" not in str(caught.value) and not (tmp_path / "checkout").exists()
 
 
-@pytest.mark.parametrize(
-    "label", ["x.jpg", "x.tar", "train", "val", "~", "a b", "日本", "x" * 255, "a\u202fb", "-r", "CON", "a\\b"]
-)
+@pytest.mark.parametrize("label", ["x.jpg", "train", "~", "日本", "x" * 255])
 def test_any_other_label_is_a_class(pets, tmp_path, label):
     rows = [
         f"{name}/{number}.jpg,{label if name == 'cat' else 'dog'}" for name in ("cat", "dog") for number in range(4)
@@ -486,31 +424,22 @@ def test_any_other_label_is_a_class(pets, tmp_path, label):
     assert set(open_cell(paths, Runtime(data_roots={}), data).open_tree().classes) == {label, "dog"}
 
 
-HIDDEN_FILES = ["cat/._0.jpg", "cat/.0.jpg", ".cache/0.jpg", "__MACOSX/0.jpg", "cat/@eaDir/0.jpg"]
-
-
-@pytest.mark.parametrize("name", HIDDEN_FILES)
-def test_a_list_cannot_name_what_is_left_out(pets, tmp_path, name):
-    picture(pets / name, (8, 8))
-    (pets / "list.csv").write_text(f"file,label\ncat/0.jpg,cat\n{name},dog\n")
-    with pytest.raises(UserError, match=f"line 3: {name}"):
+def test_a_list_cannot_name_what_is_left_out(pets, tmp_path):
+    picture(pets / "cat/.0.jpg", (8, 8))
+    (pets / "list.csv").write_text("file,label\ncat/0.jpg,cat\ncat/.0.jpg,dog\n")
+    with pytest.raises(UserError, match=r"line 3: cat/\.0"):
         split_own(Paths(tmp_path / "checkout"), parse_own(f"folder:{pets / 'list.csv'}"))
 
 
 NAMES = [
     b"caf\xe9.jpg",
-    b"x" * 251 + b".jpg",
     "日".encode() * 83 + b"ab.jpg",
-    "Screenshot 10.15.32\u202fAM.jpg".encode(),
+    "e\u0301\u202f.jpg".encode(),
+    b"a\nb.jpg",
+    b"a,b\"c'.jpg",
+    b"~.jpg",
 ]
-NAMES += [
-    "a\u00a0b.jpg".encode(),
-    "a\u200db\u00adc.jpg".encode(),
-    "\u3000.jpg".encode(),
-    "e\u0301.jpg".encode(),
-    b" .jpg",
-]
-NAMES += [b"a\nb.jpg", b"a,b\"c'.jpg", b"~.jpg", b"-r.jpg", b"\xff" * 251 + b".jpg"]
+NAMES += [b"\xff" * 251 + b".jpg"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -542,31 +471,11 @@ def other_folder(tmp_path: Path) -> str:
     return f"folder:{nest(tmp_path / 'b/pets', 'cat', 'dog', classes=('.',))}"
 
 
-def other_splits(tmp_path: Path) -> str:
-    return f"folder:{nest(tmp_path / 'b/pets', 'train', 'val')}"
-
-
-def other_list(tmp_path: Path) -> str:
-    nest(tmp_path / "b", "cat", "dog", classes=(".",))
-    rows = [f"{name}/{number}.jpg,{name}" for name in ("cat", "dog") for number in range(3)]
-    (tmp_path / "b/pets.csv").write_text("\n".join(["file,label", *rows]))
-    return f"folder:{tmp_path / 'b/pets.csv'}"
-
-
 def other_spelling(tmp_path: Path) -> str:
     return f"folder:{nest(tmp_path / 'b/my.pets', 'train', 'test')}"
 
 
-@pytest.mark.parametrize(
-    ("first", "other"),
-    [
-        ("pets", other_folder),
-        ("pets", other_splits),
-        ("pets", other_list),
-        ("my pets", other_spelling),
-        ("my_pets", other_spelling),
-    ],
-)
+@pytest.mark.parametrize(("first", "other"), [("pets", other_folder), ("my_pets", other_spelling)])
 def test_two_sets_of_one_name_do_not_mix(tmp_path, first, other):
     """Their names in results are made of letters, digits and _."""
     mine = f"folder:{nest(tmp_path / 'a' / first, 'cat', 'dog', classes=('.',))}"
@@ -605,9 +514,3 @@ def test_predict_says_which_links_are_broken_with_the_unreadable_ones(tmp_path):
     picture(tmp_path / "a.jpg", (8, 8))
     (tmp_path / "b.jpg").symlink_to(tmp_path / "gone")
     assert [path.name for path in find_pictures([tmp_path])] == ["a.jpg", "b.jpg"]
-
-
-def test_params_name_paths_from_the_home(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path / "me"))
-    found = [Paths(tmp_path).find(given) for given in ("~/a.pt", "a.pt", str(tmp_path / "b.pt"), "data/~")]
-    assert found == [tmp_path / "me/a.pt", tmp_path / "a.pt", tmp_path / "b.pt", tmp_path / "data/~"]

@@ -47,10 +47,7 @@ def packed(imagenet, tmp_path):
     return pack(imagenet, tmp_path / "packed", "class archives")
 
 
-LAYOUTS = ["class archives", "class folders", "webdataset"]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["class archives", "class folders", "webdataset"])
 def test_archives_equal_the_folders(imagenet, tmp_path, layout):
     plain, packed = scan_tree(imagenet, "imagenet"), scan_tree(pack(imagenet, tmp_path / "packed", layout), "imagenet")
     assert scan_manifest(tmp_path / "packed", "imagenet") == scan_manifest(imagenet, "imagenet")
@@ -107,9 +104,8 @@ def test_faults_are_named(packed, plant, message):
         scan_tree(packed, "imagenet")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_check_reads_archives(imagenet, tmp_path, layout):
-    packed = pack(imagenet, tmp_path / "packed", layout)
+def test_the_check_reads_archives(imagenet, tmp_path):
+    packed = pack(imagenet, tmp_path / "packed", "webdataset")
     archive = sorted((packed / "train").glob("*.tar"))[0]
     with tarfile.open(archive) as stream:
         victim = next(member for member in stream if member.name.endswith(".JPEG"))

@@ -12,13 +12,12 @@ import yaml
 from repro.core.config import build
 from repro.core.errors import UserError
 from repro.core.paths import Paths
-from repro.core.record import read_json
 from repro.core.runtime import Runtime
 from repro.data.cells import open_cell
 from repro.data.check.folders import check_folder
 from repro.data.classification import ImageFolder
 from repro.data.kinds import PrepareData
-from repro.data.prepare import prepare, prepare_own
+from repro.data.prepare import prepare
 from repro.data.tree import scan_tree
 from repro.runs.tune import read_searches
 from repro.tasks.classification.spec import SPEC
@@ -83,8 +82,6 @@ def test_tune_is_cut_off_train_and_nothing_is_copied(pictures):
         dataset = ImageFolder(tree, split, lambda image: torch.from_numpy(np.array(image)))
         for index, target in enumerate(tree.splits[split].targets.tolist()):
             assert dataset[(0, index)][1] == target and dataset.name(index).startswith(CLASSES[target])
-    metrics = read_json(cell.manifest_path.parent / "metrics.json")["metrics"]
-    assert [metrics[f"{split}_images"] for split in ("train", "tune", "test")] == [15, 9, 6]
 
 
 def test_the_seed_and_the_names_alone_choose(pictures, monkeypatch, tmp_path):
@@ -138,13 +135,6 @@ def test_the_folders_say_which_splits_there_are(pictures):
     assert (
         opened(pictures, plain).row.held_out == ("tune", "test") and len(list_files(scan_tree(pictures, "folder"))) == 3
     )
-
-
-def test_a_folder_with_test_is_not_split_again(pictures, capsys):
-    data = f"folder:{pictures}"
-    prepare_own(data, Paths(pictures.parent), Runtime(data_roots={}))
-    assert "3 classes; images: 24 train, 6 test" in capsys.readouterr().out
-    assert not (pictures.parent / "data").exists()
 
 
 def drop_test_class(root):

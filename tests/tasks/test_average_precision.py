@@ -15,6 +15,7 @@ from repro.data.coco import read_instances
 from repro.data.masks import encode_mask
 from repro.tasks.detection.evaluate import coco_metrics, count_confusion
 from tests.data_sets.made import annotation, block, compressed, image, polygon, runs, write_coco
+from tests.slow import first
 
 SIDE = 200
 # image id, category id, corners: of 400, 10,000 and 400 pixels in each image
@@ -58,29 +59,6 @@ def each(**values):
     return plant
 
 
-def renumber(key, rename):
-    """New ids of annotations, images or categories, wherever they stand."""
-
-    def plant(found):
-        for row in found[key]:
-            row["id"] = rename(row["id"])
-        for row in found["annotations"]:
-            if f"{key[:-1]}_id" in row:
-                row["image_id"] = rename(row["image_id"])
-
-    return plant
-
-
-def of_categories(rename):
-    def plant(found):
-        for row in found["categories"]:
-            row["id"] = rename(row["id"])
-        for row in found["annotations"]:
-            row["category_id"] = rename(row["category_id"])
-
-    return plant
-
-
 def more(*args, drop=(), **values):
     """One further annotation, which is no target."""
 
@@ -98,22 +76,15 @@ def mask(row):
 
 FAR = [60, 150, 40, 40]  # where nothing is found
 FORMS = {
-    "as COCO's": lambda found: None,
-    "no iscrowd": each(iscrowd=None),
-    "no area": each(area=None),
     "neither": each(area=None, iscrowd=None),
     "an area of 0": each(area=0),
-    "areas that are null": each(area=lambda row: None),
     "areas as text": each(area=lambda row: str(row["area"])),
     "negative areas": each(area=-1),
-    "iscrowd false": each(iscrowd=False),
-    "iscrowd null": each(iscrowd=lambda row: None),
     "iscrowd as text": each(iscrowd="0"),
-    "annotations from 0": renumber("annotations", lambda number: number - 1),
-    "negative annotations": renumber("annotations", lambda number: -number),
-    "large annotations": renumber("annotations", lambda number: 2**62 + number),
-    "annotations as text": renumber("annotations", lambda number: f"{number:05d}"),
-    "annotations as floats": renumber("annotations", float),
+    "annotations from 0": each(id=lambda row: row["id"] - 1),
+    "large annotations": each(id=lambda row: 2**62 + row["id"]),
+    "annotations as text": each(id=lambda row: f"{row['id']:05d}"),
+    "annotations as floats": each(id=lambda row: float(row["id"])),
     "sizes and areas as floats": lambda found: [
         *(row.update(height=float(SIDE), width=float(SIDE)) for row in found["images"]),
         *(row.update(area=0.0) for row in found["annotations"]),
@@ -122,23 +93,13 @@ FORMS = {
     "outlines as compressed runs": each(segmentation=lambda row: compressed(mask(row))),
     "two corners beside an outline": each(segmentation=lambda row: [[1, 1, 9, 9], *row["segmentation"]]),
     "an empty outline beside one": each(segmentation=lambda row: [[], *row["segmentation"]]),
-    "an outline twice": each(segmentation=lambda row: row["segmentation"] * 2),
     "boxes as text": each(bbox=lambda row: [str(side) for side in row["bbox"]]),
-    "no supercategories, more keys": each(ignore=1, score=0.3, attributes=lambda row: {"occluded": False}),
     "./ before names": lambda found: [row.update(file_name=f"./{row['file_name']}") for row in found["images"]],
     "a crowd without an outline": more(FAR, iscrowd=1, drop=["segmentation"]),
-    "a crowd with an empty one": more(FAR, [[]], iscrowd=1),
-    "a crowd as a polygon": more(FAR, iscrowd=1),
     "a thin box without an outline": more([60, 150, 0.5, 40], drop=["segmentation", "area"]),
-    "a thin box with null": more([60, 150, 0.5, 40], drop=["segmentation"], keypoints=None),
-    "a box without area": more([60, 150, 0, 40], drop=["segmentation"]),
     "a box without area, with an outline": more([60, 150, 0, 40], polygon(60, 150, 90, 180)),
-    "a box outside": more([250, 150, 20, 20]),
     "a box outside without an outline": more([250, 150, 20, 20], drop=["segmentation"]),
-    "two corners alone": more(FAR, [[60, 150, 100, 190]]),
-    "one corner alone": more(FAR, [[60, 150]]),
     "corners on a line": more(FAR, [[60, 150, 70, 160, 80, 170, 100, 190]]),
-    "one corner again and again": more(FAR, [[60, 150] * 4]),
     "runs of nothing": more(FAR, runs(np.zeros((SIDE, SIDE), np.uint8)) | {"counts": [SIDE * SIDE]}),
     "no pixel and no area": more(FAR, [[60.1, 150.1, 60.2, 150.1, 60.1, 150.2]], area=0),
 }
@@ -166,14 +127,9 @@ def test_perfect_detections_score_100_in_every_form_of_a_file(tmp_path, plant):
 
 
 RENAMED = {
-    "images from 0": (lambda number: number - 1, int, int),
     "large images": (lambda number: 2**60 + number, int, int),
-    "images as text": (str, str, int),
-    "images with zeros": (lambda number: f"{number:012d}", str, int),
     "images as numbers, and in annotations as text": (int, str, int),
-    "categories from 0": (int, int, lambda number: number - 4),
     "negative categories": (int, int, lambda number: number - 99),
-    "categories with gaps": (int, int, lambda number: 1000 * number),
     "categories as floats": (int, int, float),
     "both as text": (str, str, str),
 }
@@ -182,11 +138,12 @@ RENAMED = {
 @pytest.mark.parametrize(("of_image", "again", "of_category"), RENAMED.values(), ids=RENAMED)
 def test_perfect_detections_score_100_whatever_the_ids(tmp_path, of_image, again, of_category):
     found = content()
-    of_categories(of_category)(found)
     for row in found["images"]:
         row["id"] = of_image(row["id"])
+    for row in found["categories"]:
+        row["id"] = of_category(row["id"])
     for row in found["annotations"]:
-        row["image_id"] = again(of_image(row["image_id"]))
+        row["image_id"], row["category_id"] = again(of_image(row["image_id"])), of_category(row["category_id"])
     results = detect(lambda number: int(of_image(number)), lambda number: int(of_category(number)))
     assert_right(read(tmp_path, found), results)
 
@@ -194,45 +151,12 @@ def test_perfect_detections_score_100_whatever_the_ids(tmp_path, of_image, again
 @pytest.mark.parametrize(
     "encode",
     [
-        lambda text: codecs.BOM_UTF8 + text.encode(),
-        *(lambda text, name=name: text.encode(name) for name in ("utf-16", "utf-16-le", "utf-16-be", "utf-32")),
-        lambda text: text.replace(", ", ",\r\n\t").encode(),
-        lambda text: text.replace(": ", " :\r").encode("ascii"),
-        lambda text: (text + "\n\n ").encode(),
-        lambda text: text.replace('"cat"', '"\u00e9\u732b"').encode(),
-        lambda text: text.replace('"cat"', '"\u00e9"').encode("utf-16"),
+        lambda text: codecs.BOM_UTF8 + text.replace('"cat"', '"\u00e9\u732b"').encode(),
+        lambda text: text.replace(", ", ",\r\n\t").encode("utf-16-le"),
     ],
 )
 def test_perfect_detections_score_100_however_the_file_was_saved(tmp_path, encode):
     assert_right(read(tmp_path, content(), encode), detect())
-
-
-@pytest.mark.parametrize(
-    ("plant", "word"),
-    [
-        (each(area="large"), "annotation 1 "),
-        (each(iscrowd="no"), "annotation 1 "),
-        (each(area=1e400), "annotation 1 |not valid JSON"),
-        (each(segmentation=None), "boxes:PATH"),
-        (each(segmentation=lambda row: []), "boxes:PATH"),
-        (each(segmentation=lambda row: row["segmentation"][0]), "annotation 1 "),
-        (each(id=1), "has id 1, as another"),
-        (renumber("annotations", lambda number: f"a{number}"), "'a1'"),
-        (renumber("images", lambda number: f"x{number}"), "'x1'"),
-        (renumber("images", lambda number: number + 0.5), "1.5"),
-        (renumber("images", lambda number: number == 1), "True"),
-        (of_categories(lambda number: 10**20 + number), "categories"),
-        (lambda found: found["images"].pop(), "image_id 2"),
-        (lambda found: found["categories"].pop(), "category_id 4"),
-        (each(image_id=lambda row: [1]), "annotation 1 "),
-    ],
-)
-def test_what_cannot_be_scored_is_one_line_when_it_is_read(tmp_path, plant, word):
-    found = content()
-    plant(found)
-    with pytest.raises(UserError, match=rf"instances_val\.json.*({word})") as caught:
-        read(tmp_path, found)
-    assert "\n" not in str(caught.value)
 
 
 def test_boxes_are_masks_when_asked(tmp_path):
@@ -292,7 +216,7 @@ def random_coco(rng):
     return {"images": images, "annotations": rows, "categories": categories}, results
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", first(range(3)))
 def test_coco_s_own_file_scores_exactly_as_pycocotools_reads_it(tmp_path, seed):
     found, results = random_coco(np.random.default_rng(seed))
     ours = coco_metrics(read(tmp_path, found), results)

@@ -61,7 +61,7 @@ def mixed(values):
     return lam * values + (1 - lam) * values[::-1]
 
 
-@pytest.mark.parametrize(("mixup", "smoothing"), [(0.0, 0.0), (0.0, 0.3), (0.8, 0.0), (0.8, 0.3)])
+@pytest.mark.parametrize(("mixup", "smoothing"), [(0.0, 0.0), (0.0, 0.3), (0.8, 0.3)])
 def test_softened_targets_by_hand(mixup, smoothing):
     """Mixup mixes the targets as the images."""
     loss = seeded_loss(task(MixParams(mixup=mixup, cutmix=0, label_smoothing=smoothing)))["loss"]
@@ -76,7 +76,7 @@ def teach(images):
     return Table()(images) * torch.tensor([-1.0, 0.5, 2.0])
 
 
-@pytest.mark.parametrize(("mixup", "temperature"), [(0.8, 1.0), (0.0, 1.0), (0.8, 3.0)])
+@pytest.mark.parametrize(("mixup", "temperature"), [(0.0, 1.0), (0.8, 3.0)])
 def test_mesa_by_hand(mixup, temperature):
     """loss + weight · KL(softmax(z'/T) || softmax(z/T)), averaged over the images, z' and z of the same mixed images."""
     mix = MixParams(mixup=mixup, cutmix=0, label_smoothing=0.1)

@@ -71,12 +71,6 @@ BY_HAND = {
         [[(2, 0.9, 10, 10, 20, 20), (2, 0.8, 40, 40, 50, 50)]],
         {"ap50": [25, 25]},
     ),
-    "a false detection": (TRUTH[:1], [[(1, 0.9, 60, 60, 30, 30), (1, 0.8, 10, 10, 20, 20)]], {"ap": [50, 50]}),
-    "in a crowd it is neither found nor missed": (
-        [TRUTH[0], (1, 7, 50, 50, 50, 50, 1)],
-        [[(1, 0.9, 60, 60, 30, 30), (1, 0.8, 10, 10, 20, 20)]],
-        {"ap": [100, 100]},
-    ),
 }
 
 
@@ -169,7 +163,7 @@ def make_task(truth, ranks=Ranks()):
 def learnt(tmp_path_factory):
     """A task whose model has seen two pictures many times, and its losses."""
     task = make_task(annotated(tmp_path_factory.mktemp("task")))
-    losses = fit(task, task.train[0], lr=3e-3, steps=80)
+    losses = fit(task, task.train[0], lr=3e-3, steps=60)
     task.model.eval()
     return task, losses
 
@@ -212,13 +206,12 @@ def test_of_masks_that_overlap_the_one_with_the_highest_score_is_on_top(shown):
     assert np.array_equal(above, both) and not np.array_equal(both, below) and np.ptp(below.astype(int)) > 40
 
 
-def test_the_truth_is_drawn_whole_and_without_scores(shown):
-    grey, scores = torch.full((3, 64, 64), 90, dtype=torch.uint8), shown.pop("scores")
+def test_the_truth_is_drawn_whole(shown):
+    grey = torch.full((3, 64, 64), 90, dtype=torch.uint8)
+    del shown["scores"]
     target = {**shown, "masks": shown["masks"].byte(), "image_id": 3, "original_size": (64, 64)}
     drawn = np.asarray(Detect().draw_truth(grey, target, ["square", "disc"]))[4::8, 4::8].astype(int)
     assert (np.ptp(drawn, axis=2) > 40)[shown["masks"].any(0).numpy()].mean() > 0.9
-    certain = np.asarray(draw(grey, {**shown, "scores": torch.ones_like(scores)}, ["square", "disc"], 0.5))
-    assert not np.array_equal(certain[4::8, 4::8], drawn), "with scores the labels are longer"
 
 
 def test_parts_of_a_batch_and_what_is_said_of_one(tmp_path):

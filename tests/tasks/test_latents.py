@@ -63,9 +63,8 @@ def test_archives_hold_the_same_latents(latents, tmp_path):
 ARRAYS = io.BytesIO()
 np.savez(ARRAYS, latents=np.zeros((4, 2, 2), np.float32))
 NO_LATENTS = {"empty": b"", "text": b"no array", "several": ARRAYS.getvalue(), "objects": np.array(None)}
-NO_LATENTS |= {"fp64": np.zeros((4, 2, 2), np.float64), "integers": np.zeros((4, 2, 2), np.int16)}
+NO_LATENTS |= {"integers": np.zeros((4, 2, 2), np.int16), "nan": np.full((4, 2, 2), np.nan, np.float32)}
 NO_LATENTS |= {"width": np.zeros((4, 2, 3), np.float32), "three": np.zeros((3, 4, 2, 2), np.float32)}
-NO_LATENTS |= {"channels": np.zeros((8, 2, 2), np.float32), "nan": np.full((4, 2, 2), np.nan, np.float32)}
 
 
 @pytest.mark.parametrize("content", NO_LATENTS.values(), ids=NO_LATENTS)

@@ -36,10 +36,7 @@ def sample(labels):
     return [mmseg.structures.SegDataSample(gt_sem_seg=each) for each in maps]
 
 
-@pytest.mark.parametrize(
-    ("size", "head", "aux", "total"),
-    [("tiny", 27.61, 0.48, 36.1), ("small", 29.19, 0.92, 57.6), ("base", 32.33, 1.81, 133.6)],
-)
+@pytest.mark.parametrize(("size", "head", "aux", "total"), [("tiny", 27.61, 0.48, 36.1), ("base", 32.33, 1.81, 133.6)])
 def test_heads_and_upernet_on_vit_have_the_published_parameters(size, head, aux, total):
     with torch.device("meta"):
         adapter = build_pyramid(f"deit_{size}_patch16_224", features="each")
@@ -93,10 +90,8 @@ def test_class_weights_are_one_for_each_class():
     [
         (32, 21, (32, 64), [0], [0, 21, 32]),
         (32, 21, (40, 64), [0, 8], [0, 21, 32]),
-        (32, 21, (32, 32), [0], [0]),
         # the whole image is seen at once without a stride, and where it is smaller than a window
         (32, None, (32, 64), [0], [0]),
-        (32, None, (96, 160), [0], [0]),
         (96, 64, (32, 64), [0], [0]),
     ],
 )
