@@ -12,15 +12,18 @@ import torch
 from PIL import Image
 
 from repro.core.errors import UserError
-from repro.data.settings import DetectionTransformSettings
+from repro.data.classification import ImageFolder, eval_transform, train_transform
+from repro.data.settings import DetectionTransformSettings, TransformSettings
+from repro.data.tree import scan_tree
 from repro.tasks.detection.mask_rcnn import MaskRcnn
-from tests.data_sets.made import block, compressed, image, runs, write_ade20k, write_coco
+from tests.data_sets.made import block, compressed, image, picture, runs, write_ade20k, write_coco
 from tests.data_sets.test_coco import content, detection
 from tests.slow import first
 from tests.tasks.backbones import Pyramid
 from tests.tasks.test_detection_model import SMALL
 from tests.tasks.test_segmentation import make_task, open_pairs
 
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
 BOXES = DetectionTransformSettings(min_size=(40, 56), max_size=64, crop_min_size=(40, 60), crop_size=(8, 40))
 
 
@@ -46,6 +49,33 @@ def flip(content, rng):
     for _ in range(rng.randint(1, 3)):
         found[rng.randrange(min(len(found), rng.choice([64, len(found)])))] = rng.randrange(256)
     return bytes(found)
+
+
+@pytest.mark.slow
+def test_flipped_bytes_of_pictures(tmp_path, cases=2000):
+    """Through the data sets of the three trainings, and their evaluations."""
+    rng, pixels = random.Random(0), np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
+    write_coco(tmp_path / "coco", content())
+    write_ade20k(tmp_path / "ade", classes=5, pairs=1, size=(40, 60))
+    folder = TransformSettings(image_size=32, auto_augment="rand-m9-mstd0.5-inc1")
+    for split in ("train", "val"):
+        for name in ("flipped.jpg", "whole.jpg"):
+            picture(tmp_path / "pets" / split / "cat" / name, (60, 40))
+    tree = scan_tree(tmp_path / "pets", "folder")
+    transforms = {"train": train_transform(folder), "val": eval_transform(folder)}
+    objects = [detection(tmp_path / "coco", BOXES, training=training) for training in (True, False)]
+    pairs = [open_pairs(tmp_path / "ade", training=training) for training in (True, False)]
+    files = [tree.path("train", 0), tree.path("val", 0), objects[1].instances.path(1), pairs[0].pairs.paths(0)[0]]
+    for case in range(cases):
+        flipped = flip(encode(pixels, FORMATS[case % len(FORMATS)]), rng)
+        for file in files:
+            file.write_bytes(flipped)
+        for split, transform in transforms.items():
+            pets = ImageFolder(tree, split, transform, max_unreadable=int(split == "train"))
+            read = ends_well(lambda: pets.collate([pets[case, 0], pets[case, 1]])[0].shape == (2, 3, 32, 32))
+            assert read or (split == "val" and pets.unreadable() == files[1:2])
+        for dataset, index in ((objects[0], 0), (objects[1], 1), (pairs[0], 0), (pairs[1], 0)):
+            ends_well(lambda: dataset.collate([dataset[case, index]]))
 
 
 @pytest.mark.parametrize("size", [(1, 2000), (51, 1), (50, 1)])
