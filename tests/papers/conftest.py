@@ -4,11 +4,13 @@ import functools
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from repro.bench.flops import cost
 from repro.bench.fvcore import fvcore_terms
 from repro.core.config import build, load_yaml
+from repro.core.paths import Paths
 from repro.report.claims import Report
 from repro.report.paper import Paper
 from repro.report.results import Results
@@ -68,8 +70,9 @@ def count_model(key: str) -> dict[str, Any]:
     return row | counts
 
 
-def judge_counts(checkout: Checkout, paper: Paper, rows: dict[str, dict]) -> Report:
-    """A ledger judged by rows of `repro complexity` and this project's profile of the paper."""
+def judge_counts(root: Path, paper: Paper, rows: dict[str, dict]) -> Report:
+    """A ledger judged by rows of `repro complexity`, in an empty folder, and this project's profile of the paper."""
+    checkout = Checkout(Paths(root), paper)
     checkout.record("complexity", {"rows": rows, "saved_at_1280_percent": {}, "dwconv_params_m": {}})
     checkout.write("profiles/paper.yaml", (ROOT / "profiles" / "paper.yaml").read_text(encoding="utf-8"))
     return JUDGE(paper, Results(checkout.paths, [paper], SCORES))

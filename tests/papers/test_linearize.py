@@ -38,9 +38,9 @@ PARAMS = {
 }
 
 
-@pytest.fixture
-def judged(checkout):
-    return judge_counts(checkout, PAPER, {key: count_model(key) for key in find_keys(PAPER)})
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory):
+    return judge_counts(tmp_path_factory.mktemp("counts"), PAPER, {key: count_model(key) for key in find_keys(PAPER)})
 
 
 @pytest.mark.parametrize(("row", "params"), PARAMS.items())
@@ -111,15 +111,6 @@ def test_a_shift_of_the_keys(what):
     """Gone where the mean over the tokens is subtracted, and in softmax; by what it is defined, nowhere else."""
     error = formulas.shift_error(what)
     assert error < 1e-12 if what in ("softmax", "instance", "no_std") else error > 0.1
-
-
-def test_independent_keys_have_the_ratio_of_a_random_start():
-    """‖mean‖ / mean ‖k‖ of 196 normal keys, whose mean is √196 times as short as they are."""
-    keys = torch.randn(64, 196, 192, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    ratio = (keys.mean(1).norm(dim=-1) / keys.norm(dim=-1).mean(1)).mean().item()
-    assert ratio == pytest.approx(196**-0.5, rel=0.03) and round(ratio, 2) == float(
-        PAPER.ledger.entries["text.shift.ratio_random"].printed
-    )
 
 
 def test_neighbourhood_attention_costs_what_the_model_counts():

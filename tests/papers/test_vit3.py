@@ -61,9 +61,9 @@ def count_rows():
             yield key, count_model(key)
 
 
-@pytest.fixture
-def judged(checkout):
-    return judge_counts(checkout, PAPER, dict(count_rows()))
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory):
+    return judge_counts(tmp_path_factory.mktemp("counts"), PAPER, dict(count_rows()))
 
 
 def test_every_claim_is_judged_and_every_count_of_the_study_is_the_papers(judged):

@@ -62,7 +62,11 @@ def test_a_list_that_is_withheld_holds_nothing_against_the_authors(checkout):
 
 @pytest.mark.parametrize(
     ("found", "placed", "why"),
-    [("ids: [right]", "ids: [wrong]", "there twice"), ("ids: [right]", "ids: [nobody]", "no entry nobody")],
+    [
+        ("ids: [right]", "ids: [wrong]", "there twice"),
+        ("ids: [right]", "ids: [nobody]", "no entry nobody"),
+        ("errata:", "errata:\n  answers: {table9: yes}", "table9"),
+    ],
 )
 def test_an_item_of_what_is_no_entry_or_is_listed_already_is_refused(tmp_path, found, placed, why):
     file = tmp_path / "ledger.yaml"

@@ -60,10 +60,6 @@ def test_goals_stand_beside_what_was_measured(operator, rows, reached):
     assert [line[1:] for line in lines] == [list(pair) for pair in zip(targets, reached, strict=True)]
 
 
-def test_every_operator_has_goals():
-    assert set(GOALS) == set(OPERATORS)
-
-
 def test_times_have_a_column_for_each_implementation():
     rows = [
         bench_row("copy", 0.3),

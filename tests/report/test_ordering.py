@@ -78,7 +78,7 @@ def test_of_a_pair_at_chance_nothing_is_separated_and_more_seeds_do_not_help():
     assert both.why.endswith("neither exceeds chance, 50.0 %; 1 differs by less than chance alone makes")
 
 
-@pytest.mark.parametrize(("mean", "spread", "alpha"), [(1.0, 1.0, 0.05), (0.3, 1.0, 0.05 / 6), (5.0, 1.0, 0.05)])
+@pytest.mark.parametrize(("mean", "spread", "alpha"), [(0.3, 1.0, 0.05 / 6), (5.0, 1.0, 0.05)])
 def test_seeds_needed_is_the_first_number_that_does(mean, spread, alpha):
     def reached(n):
         return 2 * stats.t.sf(abs(mean) / spread * n**0.5, n - 1) <= alpha
