@@ -49,7 +49,7 @@ def report_on_papers(paths: Paths, *, html: bool = True, check: bool = False) ->
     judge = partial(judge_paper, verbs=verbs)
     passages = [
         ("README.md", "verbs", describe_verbs()),
-        ("docs/models.md", "families", describe_families()),
+        ("docs/models.md", "families", _describe_families()),
         *campaign.make_passages(paths),
         *kernels.make_passages(paths),
     ]
@@ -80,7 +80,7 @@ def describe_verbs() -> str:
     return "\n".join(["| purpose | `repro` ... |", "|---|---|", *lines])
 
 
-def describe_families() -> str:
+def _describe_families() -> str:
     """Tabulate the families with the sizes of their models, without nanos, and the first paragraph of each module."""
     import timm
 
