@@ -21,11 +21,11 @@ from .core.runtime import SHM, Runtime, cpu_name, gpu_names, load_runtime
 from .data.cells import find_data_root, find_source
 from .data.kinds import KINDS, PrepareData
 
-WORK_GB = 5  # with less, a run's checkpoints, snapshots and DVC cache do not fit
+_WORK_GB = 5  # with less, a run's checkpoints, snapshots and DVC cache do not fit
 # distributions that write into the import name of another one, which the project needs
-CLASHES = {"kernels": "-e ."}
-CLASHES |= {f"mm{end}": f"onedl-mm{end.partition('-')[0]}" for end in ("segmentation", "cv", "cv-full", "cv-lite")}
-CLASHES |= {f"mmengine{end}": "onedl-mmengine" for end in ("", "-lite")}
+_CLASHES = {"kernels": "-e ."}
+_CLASHES |= {f"mm{end}": f"onedl-mm{end.partition('-')[0]}" for end in ("segmentation", "cv", "cv-full", "cv-lite")}
+_CLASHES |= {f"mmengine{end}": "onedl-mmengine" for end in ("", "-lite")}
 # (ok, note, warning or error; the subject; what was found, with the fix if something is wrong)
 _Line = tuple[str, str, str]
 
@@ -38,18 +38,15 @@ def examine(paths: Paths) -> Iterator[_Line]:
     runtime = Runtime(data_roots={})
     try:
         runtime, profile = load_runtime(paths), active_profile(paths)
-        yield (
-            "ok" if profile else "note",
-            "params.yaml",
-            f"profile {profile}" if profile else "edited, equals no profile",
-        )
-        yield from check_data(paths, runtime)
+        shown = ("ok", f"profile {profile}") if profile else ("note", "edited, equals no profile")
+        yield shown[0], "params.yaml", shown[1]
+        yield from _check_data(paths, runtime)
     except UserError as error:
         yield "error", "params.yaml", f"{error}: correct it, or `repro profile use mini --force`"
-    yield from check_torch(runtime)
+    yield from _check_torch(runtime)
     free_gb = shutil.disk_usage(paths.root).free / 1e9
-    short = f"{free_gb:.0f} GB free, {WORK_GB} GB needed: make room, or move the project to another disk"
-    yield ("warning", "disk", short) if free_gb < WORK_GB else ("ok", "disk", f"{free_gb:.0f} GB free")
+    short = f"{free_gb:.0f} GB free, {_WORK_GB} GB needed: make room, or move the project to another disk"
+    yield ("warning", "disk", short) if free_gb < _WORK_GB else ("ok", "disk", f"{free_gb:.0f} GB free")
     if runtime.workers and os.path.isdir(SHM) and (gib := shutil.disk_usage(SHM).total / 2**30) < 1:
         fix = "batches go through slower pipes: give the container more (--shm-size=8g)"
         yield "warning", SHM, f"{gib:.2g} GiB are too small for {runtime.workers} workers, and {fix}"
@@ -84,7 +81,7 @@ def check_packages(root: Path) -> Iterator[_Line]:
             differ.append(f"{pin.name} {found} (pinned: {wanted})")
     problem = f"{len(differ)} of {len(pins)} packages differ: {', '.join(differ)}: {INSTALL}"
     yield ("warning", lock.name, problem) if differ else ("ok", lock.name, f"all {len(pins)} packages are as pinned")
-    for name, ours in CLASHES.items():
+    for name, ours in _CLASHES.items():
         if found := installed_version(name):  # uninstalling it removes our files in the same folder: reinstall ours
             fix = f"python -m pip uninstall {name}, then python -m pip install --force-reinstall --no-deps {ours}"
             yield "error", name, f"{found} takes an import name of this project: {fix}"
@@ -108,7 +105,7 @@ def check_checkout(root: Path) -> Iterator[_Line]:
     yield ("ok", "weights", f"of {weights} cells") if weights else ("note", "weights", "none; `repro run` trains them")
 
 
-def check_data(paths: Paths, runtime: Runtime) -> Iterator[_Line]:
+def _check_data(paths: Paths, runtime: Runtime) -> Iterator[_Line]:
     """Check for each cell of prepare_data that its data set is in place or can be written."""
     for cell in section_keys(paths.params, "prepare_data"):
         params, subject = load_section(PrepareData, paths.params, "prepare_data", cell), f"prepare_data.{cell}"
@@ -127,7 +124,7 @@ def check_data(paths: Paths, runtime: Runtime) -> Iterator[_Line]:
             yield "error", subject, f"{source if params.settings else root} does not exist: {fix}"
 
 
-def check_torch(runtime: Runtime) -> Iterator[_Line]:
+def _check_torch(runtime: Runtime) -> Iterator[_Line]:
     """Check torch, the GPUs, the C compiler for Triton, and the backend of TTT-Linear on each device."""
     gpus = gpu_names()
     yield "ok" if gpus else "note", "GPU, driver", ", ".join(gpus) or "nvidia-smi names none; the CPU runs everything"
@@ -141,11 +138,8 @@ def check_torch(runtime: Runtime) -> Iterator[_Line]:
         said = f"{type(error).__name__}: {error}".splitlines()[0]
         yield "error", "torch and kernels", f"cannot be imported ({said}): {INSTALL}"
         return
-    yield (
-        "ok",
-        "torch",
-        f"{torch.__version__}, CUDA {torch.version.cuda or 'none (a CPU build)'}; runtime.device: {runtime.device}",
-    )
+    cuda = torch.version.cuda or "none (a CPU build)"
+    yield "ok", "torch", f"{torch.__version__}, CUDA {cuda}; runtime.device: {runtime.device}"
     if not torch.cuda.is_available() and (gpus or runtime.device == "cuda"):
         fix = "update the driver, and look at CUDA_VISIBLE_DEVICES" if torch.version.cuda else INSTALL
         mark = "error" if runtime.device == "cuda" else "warning"

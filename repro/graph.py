@@ -20,18 +20,8 @@ _STATUSES = ("fresh", "interrupted", "missing", "stale")
 _MOST_SHOWN = 2  # names or reasons on a line of the status
 
 
-def load_params(paths: Paths, table: Mapping[str, Any], name: str, cell: str | None) -> Any:
-    """Load the parameters of a stage or of one of its cells; None for a stage without a section.
-
-    Raises:
-        UserError: wrong parameters.
-    """
-    params = table[name].params
-    return None if params is None else load_section(params, paths.params, name, *([cell] if cell else []))
-
-
 @contextlib.contextmanager
-def open_dvc(root: Path) -> Iterator[Any]:
+def _open_dvc(root: Path) -> Iterator[Any]:
     """Open DVC's `Repo` of a work tree, which is the working directory meanwhile; a DVC error becomes a RunError."""
     from dvc.exceptions import DvcException
     from dvc.repo import Repo
@@ -51,7 +41,7 @@ def find_needs(root: Path) -> dict[str, tuple[str, ...]]:
     Raises:
         RunError: DVC cannot read dvc.yaml.
     """
-    with open_dvc(root) as repo:
+    with _open_dvc(root) as repo:
         graph = repo.index.graph  # from each stage to those that it needs
         needs = {each.name: tuple(sorted(other.name for other in graph.successors(each))) for each in repo.index.stages}
     depths = dict.fromkeys(needs, 0)  # length of the longest chain of dependants
@@ -76,13 +66,14 @@ def find_status(paths: Paths, table: Mapping[str, Any]) -> list[tuple[str, str, 
 
     # cached, because DVC would parse params.yaml again for each cell, and dvc.yaml and dvc.lock twice
     once = mock.patch.object(param, "load_path", functools.cache(param.load_path))
-    with open_dvc(paths.root) as repo, lock_repo(repo), once:
+    with _open_dvc(paths.root) as repo, lock_repo(repo), once:
         names, changed = [stage.name for stage in repo.index.stages], repo.status()
     rows: list[tuple[str, str, list[str]]] = []
     for name in names:
+        # a reason is a sentence, or the changed files by what they are to the stage
         whys = [why for why in changed.get(name, []) if why != "always changed"]
-        outs = [out for why in whys if isinstance(why, dict) for out in why.get("changed outs", ())]
-        deps = [dep for why in whys if isinstance(why, dict) for dep in why.get("changed deps", ())]
+        files = [why for why in whys if isinstance(why, dict)]
+        outs, deps = ([file for why in files for file in why.get(f"changed {kind}", ())] for kind in ("outs", "deps"))
         state = _find_saved_state(paths, table, name)
         missing = [out for out in outs if not (paths.root / out).exists()]
         if state is not None:
@@ -133,10 +124,10 @@ def _find_saved_state(paths: Paths, table: Mapping[str, Any], name: str) -> Path
     from .runs.job import Cell
 
     try:
-        params = load_params(paths, table, stage, cell)
+        params = load_section(row.params, paths.params, stage, cell)
     except (UserError, OSError):  # no run can start with invalid parameters, so none has a state
         return None
-    shared = {"paths": paths, "runtime": None, "record": paths.cell(stage, cell) / "metrics.json"}
-    of_cell = Cell(stage=stage, name=cell, params=params, spec=row.task, **shared)
+    where = {"stage": stage, "name": cell, "paths": paths, "record": paths.cell(stage, cell) / "metrics.json"}
+    of_cell = Cell(**where, params=params, spec=row.task, runtime=None)
     folders = [of_cell.state_folder(seed) for seed in reversed(params.seeds)]
     return next((max(saved) for folder in folders if (saved := list(folder.glob("step_*.pt")))), None)

@@ -17,16 +17,7 @@ from .core.runtime import RUN_BEGAN, Runtime, choose_device, share_machine, usab
 from .graph import find_needs
 
 
-def choose_jobs(runtime: Runtime) -> int:
-    """Return the default number of parallel stages: that of GPUs, or that of usable cores without a GPU."""
-    if choose_device(runtime.device).type == "cuda":
-        import torch
-
-        return torch.cuda.device_count()
-    return usable_cores()
-
-
-def run_stages(paths: Paths, table: Mapping[str, Any], runtime: Runtime, *, jobs: int, force: bool) -> None:
+def run_stages(paths: Paths, table: Mapping[str, Any], runtime: Runtime, *, jobs: int | None, force: bool) -> None:
     """Bring every stage up to date by `dvc repro`, `jobs` of them at once, each with its share of the threads or GPUs.
 
     Of the stages that can run, the one with the longest chain of dependants starts first. A stage that measures speed
@@ -34,13 +25,19 @@ def run_stages(paths: Paths, table: Mapping[str, Any], runtime: Runtime, *, jobs
 
     Args:
         table: name -> `stages.Stage`.
-        jobs: the number of processes.
+        jobs: the number of processes; by default that of GPUs, or of usable cores without a GPU.
         force: whether to run stages that are up to date, too.
 
     Raises:
         RunError: a stage failed.
         Interrupted: a signal came, and every stage has saved its state and ended.
     """
+    if jobs is None:
+        jobs = usable_cores()
+        if choose_device(runtime.device).type == "cuda":
+            import torch
+
+            jobs = torch.cuda.device_count()
     needs = find_needs(paths.root)
     alone = {name for name in needs if getattr(table.get(name.partition("@")[0]), "alone", False)}
     began = {RUN_BEGAN: f"{time.time()} {jobs}"}

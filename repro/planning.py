@@ -25,8 +25,8 @@ from .report.records import Source
 from .report.results import Results
 from .runs.cells import describe_speed
 
-CLASSIFIERS = ("pretrain", "linearize", "ablate", "ablate_linearize", "pretrain_seeds")  # these share measured speeds
-FREE = ("runtime", "tune")  # sections without work, or with work outside the pipeline
+_CLASSIFIERS = ("pretrain", "linearize", "ablate", "ablate_linearize", "pretrain_seeds")  # these share measured speeds
+_FREE = ("runtime", "tune")  # sections without work, or with work outside the pipeline
 
 
 class Speed(NamedTuple):
@@ -66,17 +66,15 @@ def plan_rows(stages: Mapping[str, Any], params_file: Path, paths: Paths, gpu: s
     Raises:
         UserError: wrong parameters.
     """
-    scores = {name: stage.scores for name, stage in stages.items() if stage.purpose == "graph"}
-    every = load_sections(params_file)
-    sections = {name: content for name, content in every.items() if name not in FREE}
-    built = {name: _build_params(stages[name], name, sections[name]) for name in sections if name in stages}
-    results = Results(paths, load_papers().values(), scores)
-    micro_batch = (every.get("runtime") or {}).get("micro_batch")
-    planner = Planner(paths, gpu, results, built.get("prepare_data", {}), micro_batch)
-    rows = []
-    for name in sections:
-        rows += [planner.plan(name, cell, params) for cell, params in built.get(name, {None: None}).items()]
-    return rows
+    sections = load_sections(params_file)
+    micro_batch = (sections.get("runtime") or {}).get("micro_batch")
+    built = {
+        name: _build_params(stages[name], name, content) if name in stages else {None: None}
+        for name, content in sections.items()
+        if name not in _FREE
+    }
+    planner = Planner(paths, gpu, _read_results(paths, stages), built.get("prepare_data", {}), micro_batch)
+    return [planner.plan(name, cell, params) for name, cells in built.items() for cell, params in cells.items()]
 
 
 class Planner:
@@ -95,21 +93,32 @@ class Planner:
         self.paths, self.gpu, self.results, self.data, self.micro_batch = paths, gpu, results, data, micro_batch
 
     def plan(self, stage: str, cell: str | None, params: Any) -> PlanRow:
-        """Make the row of a stage or of one of its cells; raise a UserError for unknown data or an unknown model."""
+        """Make the row of a stage or of one of its cells; raise a UserError for unknown data or an unknown model.
+
+        The speed of a training is that of this cell's last run, else the slowest of an equal training in the results.
+        """
         unit = f"{stage}@{cell}" if cell else stage
         if not hasattr(params, "seeds"):
             seconds, basis = self._find_run(stage, cell, params)
             return PlanRow(unit=unit, hours=seconds / 3600, basis=basis) if seconds else PlanRow(unit=unit)
         with blame(f"{stage}.{cell}", ValueError):
             require_known(params.model)
-        images = self.count_images(stage, cell, params)
+        images = self._count_images(stage, cell, params)
         total = len(params.seeds) * params.epochs * images
-        row = PlanRow(unit=unit, work=f"{len(params.seeds)} × {params.epochs} × {images:,}")
-        if (speed := self.find_speed(stage, cell, params, images)) is None:
-            return row
-        return dataclasses.replace(row, speed=speed, hours=total / speed.img_per_s / 3600, basis=speed.basis)
+        work = f"{len(params.seeds)} × {params.epochs} × {images:,}"
+        alike = self._list_alike(stage, params)
+        memory = max((each.memory_gib for each in alike if each.memory_gib), default=None)
+        seconds, basis = self._find_run(stage, cell, params)
+        if seconds:
+            speed = Speed(total / seconds, memory, basis)
+        elif alike:  # the slowest
+            speed = min(alike, key=lambda each: each.img_per_s)._replace(memory_gib=memory)
+        else:
+            return PlanRow(unit=unit, work=work)
+        hours = total / speed.img_per_s / 3600
+        return PlanRow(unit=unit, work=work, speed=speed, hours=hours, basis=speed.basis)
 
-    def count_images(self, stage: str, cell: str | None, params: Any) -> int:
+    def _count_images(self, stage: str, cell: str | None, params: Any) -> int:
         """Count the images of an epoch, from the manifest of the data or, without one, as `prepare_data` expects."""
         if params.data not in self.data:
             where = f"{stage}.{cell}.data: {params.data}"
@@ -118,16 +127,6 @@ class Planner:
             return params.steps_per_epoch * params.batch_size
         file = manifest_path(self.paths, params.data)
         return read_manifest(file).splits["train"].images if file.is_file() else self.data[params.data].expected.train
-
-    def find_speed(self, stage: str, cell: str | None, params: Any, images: int) -> Speed | None:
-        """Return the speed of this cell's last run; else the slowest speed of an equal training in the results."""
-        alike = self._list_alike(stage, params)
-        memory = max((each.memory_gib for each in alike if each.memory_gib), default=None)
-        seconds, basis = self._find_run(stage, cell, params)
-        if seconds:
-            return Speed(len(params.seeds) * params.epochs * images / seconds, memory, basis)
-        slowest = min(alike, default=None, key=lambda each: each.img_per_s)
-        return slowest and slowest._replace(memory_gib=memory)
 
     def _list_alike(self, stage: str, params: Any) -> list[Speed]:
         """List the speeds on this GPU of trainings and rows of `repro efficiency --mode train` that match the params.
@@ -140,7 +139,7 @@ class Planner:
         found, micro_batch = [], min(self.micro_batch or params.batch_size, params.batch_size)
         wanted = json.loads(json.dumps(describe_speed(params, micro_batch)))  # lists for tuples, as in a record
         key = self.results.model_key(wanted, params.model)
-        near = CLASSIFIERS if stage in CLASSIFIERS else (stage,)
+        near = _CLASSIFIERS if stage in _CLASSIFIERS else (stage,)
         for source in self.results.sources:
             metrics, rate = source.metrics, source.metrics.get("throughput_img_per_s")
             # only records of the speed of a training have a transform
@@ -188,10 +187,15 @@ class Planner:
         return not device.startswith("cuda") if self.gpu is None else self.gpu.lower() in device.lower()
 
 
-def list_gpus(paths: Paths, scores: Mapping[str, Any]) -> list[str]:
-    """Return the names of the GPUs that have a record or a row in the results."""
-    sources = Results(paths, load_papers().values(), scores).sources
+def list_gpus(stages: Mapping[str, Any], paths: Paths) -> list[str]:
+    """Return the names of the GPUs that have a record or a row in the results; `stages` is the table of stages."""
+    sources = _read_results(paths, stages).sources
     return sorted({each.device.removeprefix("cuda: ") for each in sources if each.device.startswith("cuda")})
+
+
+def _read_results(paths: Paths, stages: Mapping[str, Any]) -> Results:
+    scores = {name: stage.scores for name, stage in stages.items() if stage.purpose == "graph"}
+    return Results(paths, load_papers().values(), scores)
 
 
 def print_plan(rows: Sequence[PlanRow], gpu: str | None, paths: Paths) -> None:

@@ -132,10 +132,9 @@ def list_graph() -> list[str]:
 
 def list_verbs(table: Mapping[str, Stage]) -> dict[str, list[str]]:
     """Return purpose -> names of its stages: the pipeline's in the order of dvc.yaml, the others alphabetically."""
-    order = {name: place for place, name in enumerate(list_graph())}
-    verbs = {name: table[name] for name in stage_names()}
-    names = {purpose: [name for name, stage in verbs.items() if stage.purpose == purpose] for purpose in PURPOSES}
-    return names | {"graph": sorted(names["graph"], key=lambda name: order.get(name, len(order)))}
+    order = [*list_graph(), *stage_names()]
+    verbs = sorted(stage_names(), key=order.index)
+    return {purpose: [name for name in verbs if table[name].purpose == purpose] for purpose in PURPOSES}
 
 
 def verb_of(name: str) -> str:

@@ -48,6 +48,8 @@ def command(
         raise UserError(f"{what}; `repro profile use digits` has those of the papers")
     if cell and len(chosen) > 1:
         raise UserError(f"ablate: --cell {cell}: is in two sections; write {' or '.join(map('.'.join, chosen))}")
-    recipes = {section: describe_recipe for section, spec in specs.items() if spec in (SPEC, LINEARIZATION)}
-    found = [read_cells(each, specs[each], name, recipe=recipes.get(each)) for each, name in chosen]
-    train_cells([each for (each,) in found], gpus)
+    cells = []
+    for section, name in chosen:
+        recipe = describe_recipe if specs[section] in (SPEC, LINEARIZATION) else None
+        cells += read_cells(section, specs[section], name, recipe=recipe)
+    train_cells(cells, gpus)

@@ -21,10 +21,10 @@ from . import (
 )
 
 STAGE = Stage(params=SPEC.params, cells=True, task=SPEC)
-RandomOption = Annotated[
+_RandomOption = Annotated[
     bool, typer.Option("--random", help="Start from random weights; the results go to results/replications.")
 ]
-EpochsOption = Annotated[
+_EpochsOption = Annotated[
     int | None,
     typer.Option(min=1, help="Train this many epochs instead; without --data the results go to results/replications."),
 ]
@@ -37,8 +37,8 @@ def make_command(stage: str, spec: Any, about: str) -> Callable[..., None]:
         cell: CellOption = None,
         gpus: GpusOption = None,
         seeds: SeedsOption = None,
-        random: RandomOption = False,
-        epochs: EpochsOption = None,
+        random: _RandomOption = False,
+        epochs: _EpochsOption = None,
         data: OwnOption = None,
         model: ModelOption = None,
         source: FromOption = None,

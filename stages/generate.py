@@ -12,8 +12,6 @@ from repro.tasks.generation.spec import SPEC
 from . import GpusOption, SeedsOption, Sha256Option, Stage
 
 STAGE = Stage(params=SPEC.params, cells=True, task=SPEC)
-
-
 _TRAINING = ("cell", "gpus", "seeds", "init")
 
 
@@ -95,8 +93,20 @@ def command(
     from repro.inference.generate import DrawRequest, draw_pictures
 
     sampling = {"steps": steps, "sampler": sampler, "guidance": guidance}
-    changed = {name: value for name, value in sampling.items() if value is not None}
-    source = {"weights": weights, "model": model, "vae": vae, "image_size": image_size}
-    drawn = {"class_label": class_label, "samples": samples, "seed": seed, "batch_size": batch_size}
-    scored = {"judge": judge, "inception": inception, "inception_sha256": inception_sha256, "data": data}
-    draw_pictures(DrawRequest(**source, **drawn, **scored, sampling=changed, output=output))
+    request = DrawRequest(
+        weights=weights,
+        model=model,
+        vae=vae,
+        image_size=image_size,
+        class_label=class_label,
+        samples=samples,
+        seed=seed,
+        batch_size=batch_size,
+        sampling={name: value for name, value in sampling.items() if value is not None},
+        judge=judge,
+        inception=inception,
+        inception_sha256=inception_sha256,
+        data=data,
+        output=output,
+    )
+    draw_pictures(request)

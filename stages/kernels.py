@@ -13,15 +13,15 @@ app = typer.Typer(help="Check and time the Triton kernels.", no_args_is_help=Tru
 
 STAGE = Stage(purpose="prove")
 
-Op = Annotated[
+_Op = Annotated[
     str | None,
     typer.Option("--op", help="Only this operator, such as ttt_linear or selective_scan; an unknown name lists them."),
 ]
-Minutes = Annotated[float | None, typer.Option(min=0.1, help="Stop after this time; the next call continues.")]
+_Minutes = Annotated[float | None, typer.Option(min=0.1, help="Stop after this time; the next call continues.")]
 
 
 @app.command()
-def check(op: Op = None, minutes: Minutes = None) -> None:
+def check(op: _Op = None, minutes: _Minutes = None) -> None:
     """Compare outputs and all gradients with the fp64 reference; on a CPU: TRITON_INTERPRET=1 repro kernels check
     (minutes).
     """
@@ -32,11 +32,11 @@ def check(op: Op = None, minutes: Minutes = None) -> None:
 
 @app.command()
 def bench(
-    op: Op = None,
+    op: _Op = None,
     compared: Annotated[
         bool, typer.Option("--compared", help="Only the shape of each operator that its goals are about.")
     ] = False,
-    minutes: Minutes = None,
+    minutes: _Minutes = None,
     base: Annotated[
         str | None, typer.Option(help="A commit: time its kernels too, and compare ours with them.")
     ] = None,

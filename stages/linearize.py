@@ -12,9 +12,6 @@ from repro.tasks.linearization.spec import SPEC
 from . import CellOption, GpusOption, SeedsOption, Sha256Option, Stage
 
 STAGE = Stage(params=SPEC.params, cells=True, task=SPEC)
-_Inner = Literal["linear", "projqk", "gate", "2layer", "3layer", "swiglu"]
-_KeyNorm = Literal["none", "instance", "no_std", "no_mean", "layer", "rms"]
-Dwc = Literal["none", "cpe", "v", "qk"]
 
 
 def command(
@@ -28,9 +25,17 @@ def command(
     model: Annotated[
         str | None, typer.Option(help="With --from: the ViT's registered name, where its file does not say it.")
     ] = None,
-    inner: Annotated[_Inner, typer.Option(help="With --from: what takes the place of softmax attention.")] = "swiglu",
-    key_norm: Annotated[_KeyNorm, typer.Option(help="With --from: the norm of the keys.")] = "instance",
-    dwc: Annotated[Dwc, typer.Option(help="With --from: what gets a depth-wise convolution.")] = "qk",
+    inner: Annotated[
+        Literal["linear", "projqk", "gate", "2layer", "3layer", "swiglu"],
+        typer.Option(help="With --from: what takes the place of softmax attention."),
+    ] = "swiglu",
+    key_norm: Annotated[
+        Literal["none", "instance", "no_std", "no_mean", "layer", "rms"],
+        typer.Option(help="With --from: the norm of the keys."),
+    ] = "instance",
+    dwc: Annotated[
+        Literal["none", "cpe", "v", "qk"], typer.Option(help="With --from: what gets a depth-wise convolution.")
+    ] = "qk",
     neighbours: Annotated[
         int, typer.Option(min=0, help="With --from: side of the window of neighbourhood attention beside; 0 for none.")
     ] = 0,

@@ -31,7 +31,7 @@ def command(
     paths, stages = find_root(), load_stages()
     file = paths.params if profile is None else find_profile(paths, profile)
     if gpu is not None:
-        known = list_gpus(paths, {name: stage.scores for name, stage in stages.items()})
+        known = list_gpus(stages, paths)
         if not any(gpu.lower() in name.lower() for name in known):
             raise UserError(
                 f"plan: --gpu {gpu}: nothing was measured on it, only on {', '.join(known) or 'CPUs'}; run a cell on it first"

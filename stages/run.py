@@ -25,8 +25,7 @@ def command(
     """
     from repro.core.paths import find_root
     from repro.core.runtime import load_runtime
-    from repro.pipeline import choose_jobs, run_stages
+    from repro.pipeline import run_stages
 
     paths = find_root()
-    runtime = load_runtime(paths)
-    run_stages(paths, load_stages(), runtime, jobs=jobs or choose_jobs(runtime), force=force)
+    run_stages(paths, load_stages(), load_runtime(paths), jobs=jobs, force=force)

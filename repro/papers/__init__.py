@@ -4,7 +4,6 @@ The module `paper` imports the report. The module `recipe` must not, because eve
 """
 
 import importlib
-import importlib.resources
 import pkgutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,23 +30,17 @@ def describe_recipe(params: Any, facts: Mapping[str, Any]) -> tuple[dict[str, An
     Every training calls this, so it reads only `paper.yaml` and the modules `recipe` and does not import the report.
     """
     family = params.model.split("_")[0]
-    declared = {package: load_yaml(_find_folder(package) / "paper.yaml") for package in find_packages()}
-    # the primary paper also compares families of other papers, whose recipes are not its own
+    declared = {package: load_yaml(Path(__file__).parent / package / "paper.yaml") for package in find_packages()}
+    # the primary paper comes last: it also compares families of other papers, whose recipes are not its own
+    packages = sorted(declared, key=lambda package: declared[package].get("primary", False))
     packages = [
-        package
-        for package, about in declared.items()
-        if family in about.get("families", {}) and not about.get("primary")
+        name for name in packages if declared[name].get("primary") or family in declared[name].get("families", ())
     ]
-    packages += [package for package, about in declared.items() if about.get("primary")]
     recipes = [importlib.import_module(f"{__name__}.{package}.recipe").PRINTED for package in packages]
     # a linearisation must be compared with a recipe of linearisations, if its paper has one
     asked = {name for name in LINEARIZE if hasattr(params, name)}
     fitting = (printed for printed in recipes if asked >= {*LINEARIZE} & printed.find_values(params.model).keys())
     return describe(params, facts, next(fitting))
-
-
-def _find_folder(package: str) -> Path:
-    return Path(str(importlib.resources.files(f"{__name__}.{package}")))
 
 
 def load_primary() -> Any:

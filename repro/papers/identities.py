@@ -3,10 +3,22 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
 
-def find_error(found: Any, stated: Any) -> float:
+
+def find_error(found: Tensor, stated: Tensor) -> float:
     """Return max |found − stated| / max |stated|."""
     return ((found - stated).abs().max() / stated.abs().max()).item()
+
+
+def apply_delta_rule(q: Tensor, k: Tensor, v: Tensor, W: Tensor) -> Tensor:
+    """Run the delta rule W_t = W_{t−1} − k_tᵀ(k_t W_{t−1} − v_t), z_t = q_t W_t, on rows (T, d) from a state (d, d)."""
+    out = []
+    for q_t, k_t, v_t in zip(q, k, v, strict=True):
+        W = W - torch.outer(k_t, k_t @ W - v_t)
+        out.append(q_t @ W)
+    return torch.stack(out)
 
 
 def choose(known: Mapping[str, Any], name: str, kind: str) -> Any:

@@ -8,17 +8,15 @@ from typing import Any
 
 from ..core.config import list_values
 
-OPTIMIZERS = {"adamw": "AdamW", "lamb": "LAMB"}
-NO_DEPARTURE = "the recipe is the paper's (where it is silent: Swin's defaults)"
 TRAIN_IMAGES = 1_281_167  # of ImageNet-1K
-EXEMPT = "1-D parameters, biases, and what the model's no_weight_decay() names"
 _RATES = ("optim.lr", "optim.warmup_lr", "optim.min_lr")
 LINEARIZE = ("freeze", "new_lr_factor", "decay_all")  # settings of a linearisation alone
 PAPER_HAS = "the paper has {}"  # a source, see `Printed`
-# choice of this project -> the settings (key -> value) that make it
-NO_REPEATS = "no repeated augmentation: DeiT uses it, but Swin's code, on which the paper builds, does not"
-BF16 = "bf16 autocast: Swin's default is fp16 autocast"
-OWN_CHOICES: dict[str, dict[str, Any]] = {NO_REPEATS: {}, BF16: {"precision": "bf16"}}
+# choices of this project, see `Printed.choices`
+NO_REPEATS: dict[str, dict[str, Any]] = {
+    "no repeated augmentation: DeiT uses it, but Swin's code, on which the paper builds, does not": {}
+}
+BF16 = {"bf16 autocast: Swin's default is fp16 autocast": {"precision": "bf16"}}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +32,7 @@ class Printed:
 
     models: Mapping[str, Mapping[str, Mapping[str, Any]]]
     said: Mapping[str, Mapping[str, Any]]
-    choices: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=lambda: OWN_CHOICES)
+    choices: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=lambda: NO_REPEATS | BF16)
 
     def find_values(self, model: str) -> dict[str, tuple[Any, str]]:
         """Return key path -> (value, source) of a model."""
@@ -108,9 +106,11 @@ def resolve(
         # without warm-up the first rate is the peak; a run that is all warm-up has no cosine and ends at the peak
         "learning_rate": {"first": first if warmup else peak, "peak": peak, "final": final if warmup < total else peak},
         "optimizer": {
-            "name": OPTIMIZERS[optim["optimizer"]],
+            "name": {"adamw": "AdamW", "lamb": "LAMB"}[optim["optimizer"]],
             **{name: optim[name] for name in ("betas", "eps", "weight_decay", "clip_grad_norm")},
-            "exempt_from_weight_decay": "nothing" if params.get("decay_all") else EXEMPT,
+            "exempt_from_weight_decay": "nothing"
+            if params.get("decay_all")
+            else "1-D parameters, biases, and what the model's no_weight_decay() names",
         },
         "init": params.get("init"),
         "ema_decay": params.get("ema_decay"),
@@ -129,7 +129,7 @@ def find_departures(params: Mapping, resolved: Mapping, printed: Printed) -> lis
     `resolved` is the result of `resolve`. The number of GPUs and gradient accumulation do not count, because they keep
     the batch size. Keys without effect (`resolved["inactive"]`) do not count either.
     """
-    flat = {}
+    flat: dict[str, Any] = {}
     for key, value in params.items():
         flat |= {f"{key}.{name}": item for name, item in value.items()} if isinstance(value, Mapping) else {key: value}
     wanted = printed.find_values(params["model"])
@@ -146,8 +146,9 @@ def find_departures(params: Mapping, resolved: Mapping, printed: Printed) -> lis
         )
     if ours.get("transform.crop_padding") is not None:
         found.append(f"transform.crop_padding: {ours['transform.crop_padding']}, the paper crops by scale and ratio")
-    others = [key for key in ours if options and key.startswith("options.") and key not in options]
-    found += [f"{key}: {format_value(ours[key])}, the paper has the model's own" for key in others]
+    if options:
+        others = [key for key in flat if key.startswith("options.") and key not in options]
+        found += [f"{key}: {_show(flat[key])}, the paper has the model's own" for key in others]
     compared, rates = dict(ours), [key for key in _RATES if key in wanted]
     stated, (batch, _) = ours["optim.lr_batch_size"], wanted.get("optim.lr_batch_size", (None, ""))
     if not all(_same(ours[key], wanted[key][0]) for key in rates):
@@ -157,7 +158,7 @@ def find_departures(params: Mapping, resolved: Mapping, printed: Printed) -> lis
     for key, (value, source) in wanted.items():
         if key not in skipped and not _same(compared[key], value):
             here, there = (f" at batch {stated}", f" at batch {batch}") if key in _RATES else ("", "")
-            found.append(f"{key}: {format_value(ours[key])}{here}, {source.format(format_value(value) + there)}")
+            found.append(f"{key}: {_show(ours[key])}{here}, {source.format(_show(value) + there)}")
     return found
 
 
@@ -177,15 +178,15 @@ def lines(resolved: Mapping, departures: list[str]) -> list[str]:
     """Return the recipe as aligned lines of text, then a line for each departure, or one line if there is none."""
 
     def listed(section: str, *names: str) -> str:
-        return ", ".join(f"{name} {format_value(resolved[section][name])}" for name in names or resolved[section])
+        return ", ".join(f"{name} {_show(resolved[section][name])}" for name in names or resolved[section])
 
     padded = resolved["transform"].get("crop_padding") is not None
     rows, crop = [], ("crop_padding",) if padded else ("scale", "ratio")
     if linearize := resolved.get("linearize"):
         trained = "the new weights alone" if linearize["freeze"] else "all weights"
-        factor = format_value(linearize["new_lr_factor"])
+        factor = _show(linearize["new_lr_factor"])
         rows.append(("trained", f"{trained}, the new ones at {factor} times the rate"))
-    model = resolved["model"], listed("options"), f"drop path {format_value(resolved['drop_path'])}"
+    model = resolved["model"], listed("options"), f"drop path {_show(resolved['drop_path'])}"
     optimizer = listed("optimizer", "name", "betas", "eps", "clip_grad_norm")
     rows += [
         ("model", ", ".join(filter(None, model))),
@@ -193,7 +194,7 @@ def lines(resolved: Mapping, departures: list[str]) -> list[str]:
         ("batch", listed("batch")),
         ("steps", f"{listed('steps')}, epochs {resolved['epochs']}"),
         ("learning rate", f"{listed('learning_rate')}; linear warm-up, then cosine, set at each step"),
-        ("optimiser", f"{optimizer}, ema_decay {format_value(resolved['ema_decay'])}"),
+        ("optimiser", f"{optimizer}, ema_decay {_show(resolved['ema_decay'])}"),
         ("weight decay", listed("optimizer", "weight_decay", "exempt_from_weight_decay")),
         ("augmentation", listed("transform", "image_size", *crop, "hflip", "interpolation")),
         ("", listed("transform", "auto_augment", "color_jitter", "re_prob")),
@@ -204,11 +205,12 @@ def lines(resolved: Mapping, departures: list[str]) -> list[str]:
         *(("our choice", choice) for choice in resolved["choices"]),
     ]
     verdict = [f"departs from the paper: {line}" for line in departures]
-    return [f"{name:<13}  {text}" for name, text in rows] + (verdict or [NO_DEPARTURE])
+    verdict = verdict or ["the recipe is the paper's (where it is silent: Swin's defaults)"]
+    return [*(f"{name:<13}  {text}" for name, text in rows), *verdict]
 
 
-def format_value(value: Any) -> str:
+def _show(value: Any) -> str:
     """Format a value of a recipe for a printed line."""
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(format_value, value))}]"
+        return f"[{', '.join(map(_show, value))}]"
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

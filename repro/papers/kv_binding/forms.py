@@ -13,9 +13,9 @@ from ...report.paper import Drawings
 from ...report.records import Source, describe_origin, group_by
 from ...report.results import Missing
 
-PICTURE = "kv_binding_forms.png"
+_PICTURE = "kv_binding_forms.png"
 _STEPS = ("own", "v1", "v2", "v3", "v4", "v5", "v6")  # of LaCT, towards linear attention
-NAMES = {
+_NAMES = {
     **{f"lact_{step}": f"LaCT, {step.upper() if step != 'own' else 'unchanged'}" for step in _STEPS},
     "vittt_own": "Vittt, unchanged (LayerNorm)",
     "vittt_plain": "Vittt, plain",
@@ -30,11 +30,11 @@ _STYLES = {
     "vittt_plain": ("#D55E00", "P"),
     "vittt_dot": ("#000000", "x"),
 }
-FORMS = ("recurrent", "parallel")
-MODES = {"infer": "forward", "train": "forward and backward"}
+_FORMS = ("recurrent", "parallel")
+_MODES = {"infer": "forward", "train": "forward and backward"}
 
 
-def find_forms(report: Report) -> list[Source]:
+def _find_forms(report: Report) -> list[Source]:
     """Read the files of `repro kernels forms`, those of GPUs first; the metrics of each are its `rows` and `ratios`."""
     from ...bench.forms import compare_forms, read_forms  # loads torch
 
@@ -51,15 +51,26 @@ def list_ratios(report: Report) -> str:
     """Tabulate, for each device and mode, the speed ratios over the number of tokens, with crossover and memory."""
     blocks: list[str] = []
     for source in _require_forms(report):
-        m, origin = source.metrics, describe_origin([source])
-        for mode, words in MODES.items():
-            rows = [row for row in m["ratios"] if (row["setting"], row["mode"]) == ("vision", mode)]
-            if rows:
-                about = next(row for row in m["rows"] if row["setting"] == "vision")
-                size = f"one image, {about['heads']} heads of {about['head_dim']}"
-                chunks = f"LaCT {_chunk(m, 'lact')}, Vittt {_chunk(m, 'vittt')}"
-                title = f"{words.capitalize()}, {size}, chunks of {chunks} tokens; {origin}"
-                blocks += [f"### {title}", _ratios(rows, m)]
+        timed = [row for row in source.metrics["rows"] if row["setting"] == "vision"]
+        memory = {(row["learner"], row["mode"], row["tokens"], row["form"]): row["peak_memory_mib"] for row in timed}
+        chunks = {row["learner"].partition("_")[0]: row["chunk_size"] for row in timed}
+        for mode, words in _MODES.items():
+            rows = [row for row in source.metrics["ratios"] if (row["setting"], row["mode"]) == ("vision", mode)]
+            if not rows:
+                continue
+            cells: dict[tuple[str, float], str] = {}
+            for learner, alike in group_by(rows, lambda row: row["learner"]).items():
+                for row in alike:
+                    recurrent, parallel = (memory[learner, mode, row["tokens"], form] for form in _FORMS)
+                    ratio = show_interval(row["ratio"], row["ratio_ci95"], ".2f")
+                    cells[_NAMES[learner], row["tokens"]] = f"{ratio} ({parallel / recurrent:.1f}×)"
+                cells[_NAMES[learner], math.inf] = find_crossover(alike)
+            size = f"one image, {timed[0]['heads']} heads of {timed[0]['head_dim']}"
+            lengths = f"chunks of LaCT {chunks['lact']}, Vittt {chunks['vittt']} tokens"
+            blocks.append(f"### {words.capitalize()}, {size}, {lengths}; {describe_origin([source])}")
+            blocks.append(
+                cross("learner", cells, number, lambda tokens: "crossover" if tokens == math.inf else f"T {tokens:,}")
+            )
     return join(blocks)
 
 
@@ -71,34 +82,34 @@ def find_setting(report: Report, key: str) -> int:
 def show_picture(report: Report) -> str:
     """Embed the figure, with a sentence if no record comes from a GPU."""
     sources = _require_forms(report)
-    shown = picture(f"figures/{PICTURE}", "the parallel form's speed over the recurrent one's")
+    shown = picture(f"figures/{_PICTURE}", "the parallel form's speed over the recurrent one's")
     said = "No row is of a GPU: none was at hand. `repro kernels forms` measures the same rows there."
     return join([shown, "" if any(source.device.startswith("cuda") for source in sources) else said])
 
 
 def list_backbones(report: Report) -> str:
     """Tabulate time and memory of one image at each size, for Vittt-T with each learner and form."""
+
+    def name(row: Mapping[str, Any]) -> tuple[str, str]:
+        """Return (learner, form); for the unchanged learner, its backend in place of the form."""
+        return row["learner"], row["backend"] if row["form"] == "auto" else row["form"]
+
     blocks: list[str] = []
     for source in _require_forms(report):
         rows = _list_backbone_rows(source)
         sides = sorted({row["tokens"] for row in rows})
         body: list[list[str]] = []
-        for (step, form), alike in group_by(rows, _name_backbone).items():
-            of_side = {row["tokens"]: row for row in alike}
+        for (step, form), alike in group_by(rows, name).items():
+            timed = {row["tokens"]: row for row in alike if row["latency_ms"] is not None}
             body.append(["unchanged" if step == "own" else step, form])
-            for row in map(of_side.get, sides):
-                if row is None or row["latency_ms"] is None:
-                    body[-1] += ["–", "–"]
-                    continue
-                body[-1].append(number(row["latency_ms"], ".1f"))
-                body[-1].append(number(row["peak_memory_mib"] or None, ".0f"))
-        header = [
-            "learner",
-            "form",
-            *(text for tokens in sides for text in (f"{find_side(tokens)}² (ms)", f"{find_side(tokens)}² (MiB)")),
-        ]
-        origin = describe_origin([source])
-        blocks += [f"Vittt-T, one image, fp32; {origin}.", table(header, body)] if rows else []
+            for tokens in sides:
+                row = timed.get(tokens, {})
+                body[-1].append(number(row.get("latency_ms"), ".1f"))
+                body[-1].append(number(row.get("peak_memory_mib") or None, ".0f"))
+        columns = [f"{find_side(tokens)}² ({unit})" for tokens in sides for unit in ("ms", "MiB")]
+        if rows:
+            blocks.append(f"Vittt-T, one image, fp32; {describe_origin([source])}.")
+            blocks.append(table(["learner", "form", *columns], body))
     return join(blocks)
 
 
@@ -114,27 +125,21 @@ def find_side(tokens: int) -> int:
     return 16 * math.isqrt(tokens)
 
 
-def _name_backbone(row: Mapping[str, Any]) -> tuple[str, str]:
-    """Return (learner, form) of a row; for the unchanged learner, its backend in place of the form."""
-    return row["learner"], row["backend"] if row["form"] == "auto" else row["form"]
-
-
 def _require_forms(report: Report) -> list[Source]:
-    if not (sources := find_forms(report)):
+    if not (sources := _find_forms(report)):
         raise Missing("nothing is measured yet", "repro kernels forms")
     return sources
 
 
-def find_backbones(report: Report) -> dict[tuple[str, str], list[Mapping[str, Any]]]:
-    """Return (learner, form) -> timed rows of Vittt-T by size, from the first device that timed the unchanged learner.
+def find_backbones(report: Report) -> dict[tuple[str, str], Mapping[str, Any]]:
+    """Return (learner, form) -> row of the largest image that was timed with Vittt-T.
 
-    The result is empty if no device did.
+    They are of the first device that timed the unchanged learner; the result is empty if no device did.
     """
-    for source in find_forms(report):
-        found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-        for row in sorted(_list_backbone_rows(source), key=lambda row: row["tokens"]):
-            if row["latency_ms"] is not None:
-                found.setdefault((row["learner"], row["form"]), []).append(row)
+    for source in _find_forms(report):
+        timed = [row for row in _list_backbone_rows(source) if row["latency_ms"] is not None]
+        timed.sort(key=lambda row: row["tokens"])  # of two rows with one key, the dict keeps the last
+        found = {(row["learner"], row["form"]): row for row in timed}
         if ("own", "auto") in found:
             return found
     return {}
@@ -142,14 +147,14 @@ def find_backbones(report: Report) -> dict[tuple[str, str], list[Mapping[str, An
 
 def plan_drawings(report: Report) -> Drawings:
     """Plan the figure of the ratios, if any were measured."""
-    sources = find_forms(report)
-    return {PICTURE: (sources, partial(_draw_forms, source=sources[0]))} if sources else {}
+    sources = _find_forms(report)
+    return {_PICTURE: (sources, partial(_draw_forms, source=sources[0]))} if sources else {}
 
 
 def _draw_forms(path: Path, source: Source) -> Path:
     """Draw the ratios over the number of tokens, with one panel for each mode."""
-    figure, panels = new_figure(len(MODES))
-    for panel, (mode, words) in zip(panels, MODES.items(), strict=True):
+    figure, panels = new_figure(len(_MODES))
+    for panel, (mode, words) in zip(panels, _MODES.items(), strict=True):
         for learner, (colour, marker) in _STYLES.items():
             asked = ("vision", learner, mode)
             ratios = source.metrics["ratios"]
@@ -157,7 +162,7 @@ def _draw_forms(path: Path, source: Source) -> Path:
             if not rows:
                 continue
             x, y = [row["tokens"] for row in rows], [row["ratio"] for row in rows]
-            panel.plot(x, y, color=colour, marker=marker, markersize=5, label=NAMES[learner])
+            panel.plot(x, y, color=colour, marker=marker, markersize=5, label=_NAMES[learner])
             if all(row["ratio_ci95"] for row in rows):
                 ends = zip(*(row["ratio_ci95"] for row in rows), strict=True)
                 panel.fill_between(x, *ends, color=colour, alpha=0.12, linewidth=0)
@@ -192,28 +197,6 @@ def find_crossover(rows: Sequence[Mapping[str, Any]]) -> str:
     return "ahead at " + ", ".join(f"{tokens:,}" for tokens in ahead)
 
 
-def _chunk(metrics: Mapping[str, Any], prefix: str) -> int:
-    rows = (row for row in metrics["rows"] if row["setting"] == "vision")
-    return next(row["chunk_size"] for row in rows if row["learner"].startswith(prefix))
-
-
-def _ratios(rows: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]) -> str:
-    """Tabulate the ratio of each learner and length, and its crossover."""
-
-    def show(cell: Mapping[str, Any] | str | None) -> str:
-        if cell is None or isinstance(cell, str):
-            return cell or "–"
-        keys = ("setting", "learner", "mode", "tokens")
-        alike = {each["form"]: each for each in metrics["rows"] if all(each[key] == cell[key] for key in keys)}
-        memory = alike["parallel"]["peak_memory_mib"] / alike["recurrent"]["peak_memory_mib"]
-        return f"{show_interval(cell['ratio'], cell['ratio_ci95'], '.2f')} ({memory:.1f}×)"
-
-    cells: dict[tuple[str, float], Any] = {(NAMES[row["learner"]], row["tokens"]): row for row in rows}
-    for learner, alike in group_by(rows, lambda row: NAMES[row["learner"]]).items():
-        cells[learner, math.inf] = find_crossover(alike)
-    return cross("learner", cells, show, lambda tokens: "crossover" if tokens == math.inf else f"T {tokens:,}")
-
-
 def compare_setting(report: Report) -> str:
     """Tabulate the paper's Table 2 next to our numbers in the same setting, for each device."""
     entries = report.paper.ledger.entries
@@ -224,14 +207,14 @@ def compare_setting(report: Report) -> str:
         body: list[list[str]] = []
         for step in _STEPS:
             row, learner = "baseline" if step == "own" else step, f"lact_{step}"
-            theirs = [entries.get(f"table2_{form}.{row}.tokens_m_per_s") for form in FORMS]
+            theirs = [entries.get(f"table2_{form}.{row}.tokens_m_per_s") for form in _FORMS]
             printed = [entry and float(entry.printed) for entry in theirs]
-            speeds = [rows[learner, form]["tokens_m_per_s"] if (learner, form) in rows else None for form in FORMS]
+            speeds = [rows[learner, form]["tokens_m_per_s"] if (learner, form) in rows else None for form in _FORMS]
             shown = [number(value, "g") for value in printed]
             shown += [number(None if None in printed else printed[1] / printed[0], ".2f")]
             shown += [number(speed, ".3f") for speed in speeds]
-            body.append([NAMES[learner], *shown, number(ratios.get(learner), ".2f")])
-        names = (*(f"{form} (M/s)" for form in FORMS), "ratio")
+            body.append([_NAMES[learner], *shown, number(ratios.get(learner), ".2f")])
+        names = (*(f"{form} (M/s)" for form in _FORMS), "ratio")
         header = [f"{whose}: {name}" for whose in ("paper", "ours") for name in names]
         origin = f"`{source.path}`: {describe_origin([source])}"
         blocks += [origin, table(["", *header], body)] if rows else []

@@ -1,21 +1,34 @@
 """Functions that the ledger calls: errors of the paper's equations in fp64, and properties of its inner learners.
 
 Every error is relative to the largest value of the side that the paper states. An unknown name raises a `ValueError`.
+Both sides of an equation are computed as tensors, with row vectors, as in the paper: q, k, v (T, d) are rows, and a
+weight is (inputs, outputs).
 """
 
-import functools
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.ttt_linear.plain import ttt_linear_plain
 
 from ...models import fast_weights
-from ...models.inner import MODELS, learn
+from ...models.inner import MODELS, NORM_EPS, InnerLoop, learn
 from ...models.ladder_vit3 import ViT3Ladder
-from ..identities import choose, find_error
-from .sides import CHUNK, GRID, IDENTITIES, OF_LACT, SEED, TOKENS, WIDTH, draw_lact, unroll_mlp
+from ...models.muon import newton_schulz
+from ...models.vit3 import InnerTraining
+from ..identities import apply_delta_rule, choose, find_error
+
+_SEED, _TOKENS, _WIDTH = 0, 12, 8
+_CHUNK = 3  # tokens of a chunk
+_GRID = (1, _TOKENS)
+_RATE = 1 / (3 * _TOKENS)  # s/N of ViT³'s heads
 
 
-@functools.cache
+@cache
 def identity_error(name: str) -> float:
     """Return the error of an equation.
 
@@ -33,20 +46,20 @@ def identity_error(name: str) -> float:
     factor s/N.
     `v6_as_run_repaired`: as the authors ran it, it is o = q(W + (s/N) Σ kᵀ(v ⊙ kW)).
     """
-    return find_error(*choose(IDENTITIES, name, "equation of the paper")())
+    return find_error(*choose(_IDENTITIES, name, "equation of the paper")())
 
 
-@functools.cache
+@cache
 def theorem_error(name: str) -> float:
     """Return the error of Theorem `5.1`, `5.2` or `5.3` for an MLP whose layers all learn, token by token, by autograd.
 
     Theorem 5.1 takes one step, 5.2 a sequence, and 5.3 a sequence with momentum.
     """
-    tokens, momentum = choose({"5.1": (1, False), "5.2": (TOKENS, False), "5.3": (TOKENS, True)}, name, "theorem")
-    return find_error(*unroll_mlp(tokens, momentum))
+    tokens, momentum = choose({"5.1": (1, False), "5.2": (_TOKENS, False), "5.3": (_TOKENS, True)}, name, "theorem")
+    return find_error(*_unroll_mlp(tokens, momentum))
 
 
-@functools.cache
+@cache
 def lact_error(name: str) -> float:
     """Return the error of an equation derived from LaCT's recurrence W ← W − η_t M(ΔW_t), ΔW_t = ∇L + α_t ΔW_{t−1}.
 
@@ -56,10 +69,10 @@ def lact_error(name: str) -> float:
     `coefficient_repaired`: with the weight Σ_j η_j β_i^j in its place.
     `mask`: without M and rates, the momentum matrix is the mask of the attention, as Appendix H.1 says.
     """
-    return find_error(*choose(OF_LACT, name, "equation of LaCT")())
+    return find_error(*choose(_OF_LACT, name, "equation of LaCT")())
 
 
-@functools.cache
+@cache
 def mirrored_training_error() -> float:
     """Return the largest difference between a training whose inner loop descends, and a mirrored one that ascends.
 
@@ -69,28 +82,32 @@ def mirrored_training_error() -> float:
     in the authors' code.
     """
 
-    def train(step: str) -> tuple[list[float], dict[str, Any]]:
-        torch.manual_seed(SEED)
-        model = ViT3Ladder(img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2, num_classes=5, step=step)
-        turned = {name: find_values(model, name) for name, _ in model.named_parameters()}
+    width = 16
+
+    def mirror(weights: Mapping[str, Tensor]) -> None:
+        """Negate the rows that project to the heads' values."""
+        for name, weight in weights.items():
+            if ".attn.qkv." in name:
+                weight[2 * width : 3 * width] *= -1
+
+    def train(step: str) -> tuple[list[float], dict[str, Tensor]]:
+        torch.manual_seed(_SEED)
+        model = ViT3Ladder(img_size=32, patch_size=8, embed_dim=width, depth=2, num_heads=2, num_classes=5, step=step)
+        weights = {name: weight.detach() for name, weight in model.named_parameters()}  # they share memory
         if step == "ascent":
-            with torch.no_grad():
-                for name, weight in model.named_parameters():
-                    weight[turned[name]] *= -1
+            mirror(weights)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.05)
         losses = []
         for _ in range(4):
             images, labels = torch.randn(4, 3, 32, 32), torch.randint(0, 5, (4,))
-            loss = torch.nn.functional.cross_entropy(model(images), labels, label_smoothing=0.1)
+            loss = F.cross_entropy(model(images), labels, label_smoothing=0.1)
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
             losses.append(loss.item())
-        weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
         if step == "ascent":
-            for name, weight in weights.items():
-                weight[turned[name]] *= -1
+            mirror(weights)
         return losses, weights
 
     with torch.random.fork_rng(devices=[]):
@@ -99,42 +116,35 @@ def mirrored_training_error() -> float:
     return max(of_weights, *(abs(a - b) for a, b in zip(down[0], up[0], strict=True)))
 
 
-def find_values(model: ViT3Ladder, name: str) -> slice:
-    """Return the rows of a ViT³'s parameter that project to the heads' values; an empty slice for other parameters."""
-    if ".attn.qkv." not in name:
-        return slice(0)
-    return slice(2 * model.embed_dim, 3 * model.embed_dim)
-
-
-@functools.cache
+@cache
 def reads_static_kernel(step: str) -> bool:
     """Tell whether LaCT after a step of the ablation chain is o = φ(q) S, with φ independent of keys and values.
 
     There are twice as many queries as features, so a matrix S that fits all outputs exists only if this holds.
     """
-    loop, weights, (_, k, v), rates, momentum = draw_lact(step)
-    q = torch.randn(1, 1, 2 * WIDTH, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    out = learn(loop, weights, q, k, v, GRID, rates, momentum)
-    features = MODELS[loop.model].prepare(weights, q, GRID)[-1]
+    loop, weights, (_, k, v), rates, momentum = _draw_lact(step)
+    q = torch.randn(1, 1, 2 * _WIDTH, _WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    out = learn(loop, weights, q, k, v, _GRID, rates, momentum)
+    features = MODELS[loop.model].prepare(weights, q, _GRID)[-1]
     state = torch.linalg.lstsq(features[0, 0], out[0, 0]).solution
     return find_error(features @ state, out) < 1e-10
 
 
-@functools.cache
+@cache
 def parallel_error(step: str) -> float:
     """Return the largest error of a step's parallel form against the recurrent one, over outputs and gradients."""
     found = {}
     for form in ("parallel", "recurrent"):
-        loop, weights, tokens, rates, momentum = draw_lact(step, order="before")
+        loop, weights, tokens, rates, momentum = _draw_lact(step, order="before")
         given = [tensor.requires_grad_() for tensor in (*weights, *tokens, rates, momentum) if tensor is not None]
-        out = fast_weights.learn(loop, weights, *tokens, GRID, rates, momentum, form)
+        out = fast_weights.learn(loop, weights, *tokens, _GRID, rates, momentum, form)
         cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
         gradients = torch.autograd.grad((out * cotangent).sum(), given, allow_unused=True)
         found[form] = [out.detach(), *(each for each in gradients if each is not None)]
     return max(find_error(ours, stated) for ours, stated in zip(found["parallel"], found["recurrent"], strict=True))
 
 
-@functools.cache
+@cache
 def order_error(step: str, norm: str | None = None) -> float:
     """Return how much the outputs change, relative to the largest one, when two chunks of keys and values are swapped.
 
@@ -142,14 +152,14 @@ def order_error(step: str, norm: str | None = None) -> float:
     position of a chunk. `norm` is that of `InnerLoop`; None keeps the step's own.
     """
     changes = {"momentum": False} | ({} if norm is None else {"norm": norm})
-    loop, weights, (q, k, v), rates, _ = draw_lact(step, **changes)
-    swapped = [*range(CHUNK, 2 * CHUNK), *range(CHUNK), *range(2 * CHUNK, TOKENS)]
-    first = learn(loop, weights, q, k, v, GRID, rates)
+    loop, weights, (q, k, v), rates, _ = _draw_lact(step, **changes)
+    swapped = [*range(_CHUNK, 2 * _CHUNK), *range(_CHUNK), *range(2 * _CHUNK, _TOKENS)]
+    first = learn(loop, weights, q, k, v, _GRID, rates)
     moved = None if rates is None else rates[:, :, swapped]
-    return find_error(learn(loop, weights, q, k[:, :, swapped], v[:, :, swapped], GRID, moved), first)
+    return find_error(learn(loop, weights, q, k[:, :, swapped], v[:, :, swapped], _GRID, moved), first)
 
 
-@functools.cache
+@cache
 def momentum_error(chunks: int, form: str) -> float:
     """Return the error of the momenta M_j = G_j + α_j M_{j−1} over chunks in fp32, against the recurrence in fp64.
 
@@ -157,10 +167,10 @@ def momentum_error(chunks: int, form: str) -> float:
     cumulative logarithms. The form `divided` is that of the authors' code, cumprod(α) · cumsum(G / (cumprod(α) +
     1e-8)), which fails once cumprod(α) is no larger than 1e-8.
     """
-    generator = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator().manual_seed(_SEED)
     alpha = torch.randn(chunks, 256, generator=generator, dtype=torch.float64).sigmoid().mean(1)
-    steps = torch.randn(chunks, WIDTH * WIDTH, generator=generator, dtype=torch.float64)
-    moving, stated = torch.zeros(WIDTH * WIDTH, dtype=torch.float64), []
+    steps = torch.randn(chunks, _WIDTH * _WIDTH, generator=generator, dtype=torch.float64)
+    moving, stated = torch.zeros(_WIDTH * _WIDTH, dtype=torch.float64), []
     for step, factor in zip(steps, alpha, strict=True):
         moving = step + factor * moving
         stated.append(moving)
@@ -171,3 +181,215 @@ def momentum_error(chunks: int, form: str) -> float:
     else:
         found = fast_weights.decay_matrix(alpha) @ steps
     return find_error(found.double(), torch.stack(stated))
+
+
+def _draw_operands() -> tuple:
+    """Draw q, k, v (T, d), then three weights (d, d) with variance 1/d."""
+    generator = torch.Generator().manual_seed(_SEED)
+    tokens = torch.randn(3, _TOKENS, _WIDTH, generator=generator, dtype=torch.float64)
+    weights = torch.randn(3, _WIDTH, _WIDTH, generator=generator, dtype=torch.float64) / _WIDTH**0.5
+    return *tokens, *weights
+
+
+def _draw_lact(step: str, **changes: Any) -> tuple:
+    """Draw the operands of a step of LaCT's ablation chain for one image and one head, with chunks of `_CHUNK` tokens.
+
+    Returns:
+        (loop, initial weights, (q, k, v), rates or None, momentum or None); q, k, v are (1, 1, T, d).
+    """
+    loop = InnerLoop(**{**fast_weights.LACT_STEPS[step], "chunk_size": _CHUNK, **changes})
+    q, k, v, first, last, second = _draw_operands()
+    generator = torch.Generator().manual_seed(1)
+    rates = momentum = None
+    if loop.rate == "per_weight":
+        drawn = torch.rand(1, 1, _TOKENS, 3, generator=generator, dtype=torch.float64)
+        rates = drawn[..., [0, 2, 1] if len(loop.learned) == 3 else [1]]
+    if loop.momentum:
+        momentum = torch.rand(1, 1, _TOKENS, generator=generator, dtype=torch.float64)
+    weights = [first] if loop.model == "fc" else [first, second, last]
+    start = [weight.mT[None].clone() for weight in weights]
+    return loop, start, tuple(x[None, None].clone() for x in (q, k, v)), rates, momentum
+
+
+def _negated_loss() -> tuple:
+    outs = []
+    for step, sign in (("ascent", 1), ("own", -1)):
+        loop, weights, (q, k, v), rates, momentum = _draw_lact(step)
+        outs.append(learn(loop, weights, q, k, sign * v, _GRID, rates, momentum))
+    return tuple(outs)
+
+
+def _zero_start() -> tuple:
+    loop, weights, tokens, _, _ = _draw_lact("v6", chunk_size=1, order="after")
+    q, k, v, *_ = _draw_operands()
+    return learn(loop, [0 * weights[0]], *tokens, _GRID)[0, 0], (q @ k.mT).tril() @ v
+
+
+def _delta_rule() -> tuple:
+    q, k, v, W, *_ = _draw_operands()
+    k = k / k.norm(dim=-1, keepdim=True)
+    ones = torch.ones(1, _TOKENS, 1, dtype=q.dtype), torch.ones(1, dtype=q.dtype)
+    found = ttt_linear_plain(*(x[None, :, None] for x in (q, k, v)), *ones, W[None], chunk_size=1)[0, :, 0]
+    return found, apply_delta_rule(q, k, v, W)
+
+
+def _gated_unit(rate: float, damping: bool = False) -> tuple:
+    """Compute the gated unit after one step by our learner, and by the text with φ_{t+1} from autograd."""
+    q, k, v, gate, linear, _ = _draw_operands()
+    loop = InnerLoop(model="glu", scale=1 / 3, damping=damping)
+    found = learn(loop, [linear[None], gate[None]], *(x[None, None] for x in (q, k, v)), (3, 4))[0, 0]
+    moving = gate.clone().requires_grad_()
+    loss = -_RATE * (F.silu(k @ moving) * (k @ linear) * v).sum()
+    (step,) = torch.autograd.grad(loss, moving)
+    values = rate * v * F.silu(k @ gate)
+    if damping:
+        step = step / (step.norm(dim=0) + 1)
+        values = values / ((k.mT @ values).norm(dim=0) + 1)  # a factor for each output channel
+    return found, F.silu(q @ (gate - step)) * (q @ linear + (q @ k.mT) @ values)
+
+
+def _convolution() -> tuple:
+    q, k, v, *_ = _draw_operands()
+    grid = (3, 4)
+    kernel = torch.randn(_WIDTH, 1, 3, 3, generator=torch.Generator().manual_seed(1), dtype=q.dtype)
+    loop = InnerLoop(model="dwconv", scale=1 / 3)
+    found = learn(loop, [kernel[None]], *(x[None, None] for x in (q, k, v)), grid)[0, 0]
+
+    def windows(x: Tensor) -> Tensor:
+        """Unfold the 3×3 neighbourhoods, (T, d) -> (d, T, 9)."""
+        return F.unfold(x.mT.reshape(1, _WIDTH, *grid), 3, padding=1).view(_WIDTH, 9, _TOKENS).mT
+
+    scores = windows(q) @ windows(k).mT  # (d, T, T)
+    stated = windows(q) @ kernel.view(_WIDTH, 9, 1) + scores @ v.mT.unsqueeze(-1) / (3 * _TOKENS)
+    return found, stated[..., 0].mT
+
+
+def _norm_of_static() -> tuple:
+    *_, W = _draw_operands()
+    norms = W.norm(dim=-1, keepdim=True)
+    return W / (norms + NORM_EPS) * norms, W
+
+
+def _rate_in_value() -> tuple:
+    loop, weights, (q, k, v), rates, momentum = _draw_lact("v3")
+    without, *_ = _draw_lact("v4")
+    outs = learn(loop, weights, q, k, v, _GRID, rates, momentum)
+    return learn(without, weights, q, k, v * rates, _GRID, None, momentum), outs
+
+
+def _v6_of_lact() -> tuple:
+    loop, weights, tokens, _, _ = _draw_lact("v6")
+    q, k, v, W, *_ = _draw_operands()
+    return learn(loop, weights, *tokens, _GRID)[0, 0], q @ (W.mT + k.mT @ v)
+
+
+def _v6_of_vit3(step: str, factor: float, values: Callable[[Tensor, Tensor, Tensor], Tensor]) -> tuple:
+    """Compute the heads of a step of ViT³, and q(W + factor · Σ kᵀ values(k, v, W))."""
+    q, k, v, W, *_ = _draw_operands()
+    training = InnerTraining(_WIDTH, 1, step).double()
+    with torch.no_grad():
+        training.w1.copy_(W.view_as(training.w1))
+        found = training._learn_heads(torch.cat((q, k, v), -1)[None])[0]
+    return found, q @ (W + factor * k.mT @ values(k, v, W))
+
+
+def _unroll_mlp(tokens: int, momentum: bool) -> tuple:
+    """Compute the outputs (T, d) of x -> SiLU(x Θ) W, which learns by autograd on each token, and the theorem's."""
+    q, k, v, first, last, _ = _draw_operands()
+    rate = 0.1
+    decay = torch.zeros(tokens, dtype=q.dtype)
+    if momentum:
+        decay = torch.rand(tokens, generator=torch.Generator().manual_seed(1), dtype=q.dtype)
+    beta = _multiply_decays(decay)
+    weights, moving, start = [first, last], [0, 0], last
+    found, stated, features, values = [], [], [], []
+    for t in range(tokens):
+        each = [weight.clone().requires_grad_() for weight in weights]
+        feature = F.silu(k[t] @ each[0])
+        predicted = feature @ each[1]
+        loss = (predicted - v[t]).square().sum() / 2
+        *steps, error = torch.autograd.grad(loss, [*each, predicted])
+        moving = [step + decay[t] * before for step, before in zip(steps, moving, strict=True)]
+        weights = [weight - rate * step for weight, step in zip(weights, moving, strict=True)]
+        features.append(feature.detach())
+        values.append(-rate * error)
+        gathered = sum(torch.outer(features[i], values[i]) * beta[i, : t + 1].sum() for i in range(t + 1))
+        found.append(F.silu(q[t] @ weights[0]) @ weights[1])
+        stated.append(F.silu(q[t] @ weights[0]) @ (start + gathered))
+    return torch.stack(found), torch.stack(stated)
+
+
+def _multiply_decays(alpha: Tensor) -> Tensor:
+    """Return the products α_{i+1} ... α_j as [i, j], with 0 for j < i, (T) -> (T, T)."""
+    beta = torch.zeros(len(alpha), len(alpha), dtype=alpha.dtype)
+    for i in range(len(alpha)):
+        for j in range(i, len(alpha)):
+            beta[i, j] = torch.prod(alpha[i + 1 : j + 1])
+    return beta
+
+
+def _recur_lact(muon: bool, rates: bool = True) -> tuple:
+    """Run LaCT's recurrence by the paper's definitions with one learned matrix.
+
+    Returns:
+        The outputs (T, d), and (q, k, v, initial weight, η, β, M) for the derived equations; β is that of
+        `_multiply_decays`.
+    """
+    q, k, v, start, _, _ = _draw_operands()
+    generator = torch.Generator().manual_seed(1)
+    eta, alpha = torch.rand(2, _TOKENS, generator=generator, dtype=q.dtype)
+    eta = eta if rates else torch.ones_like(eta)
+    shape = (lambda step: newton_schulz(step, "lact")) if muon else (lambda step: step)
+    W, moving, outs = start, 0, []
+    for t in range(_TOKENS):
+        moving = torch.outer(k[t], v[t]) + alpha[t] * moving
+        W = W + eta[t] * shape(moving)
+        outs.append(q[t] @ W)
+    return torch.stack(outs), (q, k, v, start, eta, _multiply_decays(alpha), shape)
+
+
+def _eq1(repaired: bool) -> tuple:
+    found, (q, k, v, start, eta, beta, shape) = _recur_lact(muon=True)
+    stated = []
+    for t in range(_TOKENS):
+        if repaired:
+            steps = [eta[j] * shape((k[: j + 1] * beta[: j + 1, j, None]).mT @ v[: j + 1]) for j in range(t + 1)]
+        else:
+            steps = [shape(torch.outer(k[i], v[i] * eta[i] * beta[i, i : t + 1].sum())) for i in range(t + 1)]
+        stated.append(q[t] @ (start + sum(steps)))
+    return torch.stack(stated), found
+
+
+def _coefficient(kind: str) -> tuple:
+    """Compute masked attention and the recurrence without Muon.
+
+    The weight of token i at t is `printed` η_i Σ_j β_i^j, `repaired` Σ_j η_j β_i^j, or `mask` β_i^t.
+    """
+    found, (q, k, v, start, eta, beta, _) = _recur_lact(muon=False, rates=kind != "mask")
+    weights = {"printed": beta.cumsum(1) * eta[:, None], "repaired": (beta * eta).cumsum(1), "mask": beta}[kind]
+    return q @ start + ((q @ k.mT) * weights.mT.tril()) @ v, found
+
+
+_IDENTITIES: dict[str, Callable[[], tuple]] = {
+    "negated_loss": _negated_loss,
+    "zero_start": _zero_start,
+    "delta_rule": _delta_rule,
+    "gated_unit": partial(_gated_unit, _RATE),
+    "gated_unit_without_rate": partial(_gated_unit, 1),
+    "convolution": _convolution,
+    "damped_unit": partial(_gated_unit, _RATE, damping=True),
+    "norm_of_static": _norm_of_static,
+    "rate_in_value": _rate_in_value,
+    "v6_of_lact": _v6_of_lact,
+    "v6_as_run": partial(_v6_of_vit3, "v6_as_run", 1, lambda k, v, W: v),
+    "v6_derived": partial(_v6_of_vit3, "v6", _RATE, lambda k, v, W: v),
+    "v6_as_run_repaired": partial(_v6_of_vit3, "v6_as_run", _RATE, lambda k, v, W: v * (k @ W)),
+}
+_OF_LACT: dict[str, Callable[[], tuple]] = {
+    "eq1": partial(_eq1, repaired=False),
+    "eq1_repaired": partial(_eq1, repaired=True),
+    "eq1_without_muon": partial(_coefficient, "printed"),
+    "coefficient": partial(_coefficient, "printed"),
+    "coefficient_repaired": partial(_coefficient, "repaired"),
+    "mask": partial(_coefficient, "mask"),
+}

@@ -1,12 +1,11 @@
 """The sections of the linearization's page besides the tables: the students' accuracy, and maps of their attention."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from ...core.statistics import describe_sample
 from ...report.claims import Report
-from ...report.markdown import bullets, join, number, tabulate
+from ...report.markdown import bullets, join, table
 from ...report.ordering import TOP1, compare_trainings
 from ...report.records import (
     Missing,
@@ -19,10 +18,9 @@ from ...report.records import (
     warn_of_seeds,
 )
 
-UNTRAINED = "untrained_top1_percent"
+_UNTRAINED = "untrained_top1_percent"
 _COMMAND = "repro explain --map attention --data digits --weights STUDENT --teacher SOFTMAX_MODEL"
-SCRATCH = "repro profile use digits && dvc repro ablate@t5_nano_digits_scratch_5e_5s"
-STATES = ("teacher", "before", "after")
+_SCRATCH = "repro profile use digits && dvc repro ablate@t5_nano_digits_scratch_5e_5s"
 
 
 def list_students(report: Report) -> str:
@@ -33,18 +31,21 @@ def list_students(report: Report) -> str:
     """
     sources = report.results.sources
     found = report.results.require(
-        lambda each: each.most_seeds and UNTRAINED in each.metrics and each.metrics.get("init"),
+        lambda each: each.most_seeds and _UNTRAINED in each.metrics and each.metrics.get("init"),
         "no model is linearised yet",
         "repro linearize --cell t5_nano_digits",
     )
 
+    def find_teacher(each: Source) -> str:
+        return each.metrics["init"]["weights_hash"]
+
     def name(each: Source) -> tuple:
         m = each.metrics
-        return _find_teacher(each), name_student(m), m.get("freeze", False), m["steps"], m["data"]
+        return find_teacher(each), _name_student(each), m.get("freeze", False), m["steps"], m["data"]
 
-    best = keep_best(found, name)
+    header = ["student", "trained", "steps", "seeds", "before training", "top-1", "of the teacher's", "measured on"]
     blocks: list[str] = []
-    for init, alike in group_by(best, _find_teacher).items():
+    for init, alike in group_by(keep_best(found, name), find_teacher).items():
         students = sorted(alike, key=lambda each: -each.metrics[TOP1])
         teacher = next((source for source in sources if source.metrics.get("weights_hash") == init), None)
         m = students[0].metrics
@@ -53,8 +54,20 @@ def list_students(report: Report) -> str:
             length = f"{teacher.metrics['steps']:,} steps ({describe_seeds([teacher])})"
             known += f": top-1 {_show_score(teacher)} after {length}"
         known += f". All on {m['data']}, {m['held_out_images']} images of {m['split']}."
-        blocks += [warn_of_seeds(students), known, tabulate(_list_columns(teacher, report), students)]
-        blocks.append(bullets(_describe_scratch(each, report) for each in _find_scratch(students, sources)))
+        rows = []
+        for each in students:
+            trained = "new weights alone" if each.metrics.get("freeze") else "all weights"
+            untrained = describe_sample([run[_UNTRAINED] for run in each.metrics["by_seed"]]).mean
+            share = f"{100 * each.metrics[TOP1] / teacher.metrics[TOP1]:.1f} %" if teacher else "–"
+            row = [_name_student(each), trained, f"{each.metrics['steps']:,}", len(each.metrics["by_seed"])]
+            rows.append([*row, f"{untrained:.1f} %", _show_score(each), share, describe_origin([each])])
+        blocks += [warn_of_seeds(students), known, table(header, rows)]
+        lines = []
+        for each in _find_scratch(students, sources):
+            length = f"top-1 {_show_score(each)} after {each.metrics['steps']:,} steps"
+            about = f"({describe_seeds([each])}; {describe_origin([each])})"
+            lines.append(f"`{each.metrics['model']}` from random weights ({_name_student(each)}): {length} {about}.")
+        blocks.append(bullets(lines))
     return join(blocks)
 
 
@@ -66,10 +79,9 @@ def _find_scratch(students: Sequence[Source], sources: Sequence[Source]) -> list
     return sorted(found, key=lambda each: each.metrics["steps"])
 
 
-def name_student(metrics: Mapping[str, Any]) -> str:
-    """Describe a student's options in words; `metrics` are those of its record."""
-    defaults = {"inner": "swiglu", "key_norm": "instance", "dwc": "qk", "neighbours": 0}
-    chosen = {key: metrics["options"].get(key, value) for key, value in defaults.items()}
+def _name_student(source: Source) -> str:
+    """Describe a student's options in words."""
+    chosen = {"inner": "swiglu", "key_norm": "instance", "dwc": "qk", "neighbours": 0, **source.metrics["options"]}
     near = f", neighbours {chosen['neighbours']}" if chosen["neighbours"] else ""
     return f"{chosen['inner']}, norm {chosen['key_norm']}, dwc {chosen['dwc']}{near}"
 
@@ -79,28 +91,21 @@ def list_layers(report: Report) -> str:
     the teacher's attention.
     """
 
-    def show(key: str, form: str, even: str | None = None, states: tuple[str, ...] = STATES) -> Callable[..., str]:
-        """Return a column with a layer's value in each state, and with `even` its value for uniform attention."""
+    states = ("teacher", "before", "after")
+    rows = []
+    for source, layer in _find_layers(report):
 
-        def cell(row: tuple[Source, int]) -> str:
-            source, layer = row
-            by_state = source.metrics["by_layer"].items()
-            values = {state: form.format(of[key][layer]) for state, of in by_state if key in of}
-            shown = "; ".join(values[state] for state in states)
-            return shown + (f" (even {values['even']})" if even else "")
+        def show(key: str, form: str, states: Sequence[str] = states) -> str:
+            """Show a layer's value in each state."""
+            return "; ".join(form.format(source.metrics["by_layer"][state][key][layer]) for state in states)
 
-        return cell
-
-    columns = {
-        "student": lambda row: name_student(row[0].metrics),
-        "layer": lambda row: row[1] + 1,
-        "shift ratio of the keys": show("shift_ratio", "{:.2f}"),
-        "reach (patches)": show("reach_patches", "{:.2f}", "even"),
-        "peak": show("peak_percent", "{:.1f} %"),
-        "overlap with the teacher": show("overlap_percent", "{:.0f} %", "even", STATES[1:]),
-        "measured on": lambda row: describe_origin([row[0]]),
-    }
-    return tabulate(columns, _find_layers(report))
+        reach = f"{show('reach_patches', '{:.2f}')} (even {show('reach_patches', '{:.2f}', ['even'])})"
+        overlap = show("overlap_percent", "{:.0f} %", states[1:])
+        overlap += f" (even {show('overlap_percent', '{:.0f} %', ['even'])})"
+        row = [_name_student(source), layer + 1, show("shift_ratio", "{:.2f}"), reach, show("peak_percent", "{:.1f} %")]
+        rows.append([*row, overlap, describe_origin([source])])
+    header = ["student", "layer", "shift ratio of the keys", "reach (patches)", "peak", "overlap with the teacher"]
+    return table([*header, "measured on"], rows)
 
 
 def find_attention(report: Report, key: str) -> int | str:
@@ -126,31 +131,8 @@ def _find_layers(report: Report) -> list[tuple[Source, int]]:
         "no attention is measured yet",
         _COMMAND,
     )
-    found.sort(key=lambda each: (each.metrics["model"], name_student(each.metrics), each.metrics["weights_hash"]))
+    found.sort(key=lambda each: (each.metrics["model"], _name_student(each), each.metrics["weights_hash"]))
     return [(each, layer) for each in found for layer in range(len(each.metrics["by_layer"]["after"]["peak_percent"]))]
-
-
-def _find_teacher(source: Source) -> str:
-    return source.metrics["init"]["weights_hash"]
-
-
-def _list_columns(teacher: Source | None, report: Report) -> dict[str, Callable[[Source], object]]:
-    def share(source: Source) -> str:
-        return f"{100 * source.metrics[TOP1] / teacher.metrics[TOP1]:.1f} %" if teacher else "–"
-
-    def untrained(source: Source) -> str:
-        return f"{describe_sample([run[UNTRAINED] for run in source.metrics['by_seed']]).mean:.1f} %"
-
-    return {
-        "student": lambda source: name_student(source.metrics),
-        "trained": lambda source: "new weights alone" if source.metrics.get("freeze") else "all weights",
-        "steps": lambda source: number(source.metrics["steps"], ","),
-        "seeds": lambda source: len(source.metrics["by_seed"]),
-        "before training": untrained,
-        "top-1": _show_score,
-        "of the teacher's": share,
-        "measured on": lambda source: describe_origin([source]),
-    }
 
 
 def weigh_inheritance(report: Report) -> str:
@@ -162,10 +144,10 @@ def weigh_inheritance(report: Report) -> str:
         Missing: there is no such pair.
     """
     sources = report.results.sources
-    students = [each for each in sources if each.most_seeds > 1 and UNTRAINED in each.metrics]
+    students = [each for each in sources if each.most_seeds > 1 and _UNTRAINED in each.metrics]
     lines = []
     for source, student in itertools.product(_find_scratch(students, sources), students):
-        choices, theirs = [(each.metrics["model"], name_student(each.metrics)) for each in (source, student)]
+        choices, theirs = [(each.metrics["model"], _name_student(each)) for each in (source, student)]
         if choices != theirs or student.metrics.get("freeze"):
             continue
         steps, longer = student.metrics["steps"], source.metrics["steps"]
@@ -174,18 +156,11 @@ def weigh_inheritance(report: Report) -> str:
         if pairs := compare_trainings({"student": student, "scratch": source}, [("student", "scratch")]):
             (pair,) = pairs
             difference = f"{pair.show(1)} points, {pair.limit or f'p {pair.p:.2g}'}."
-        found = f", trained from random weights for {length}: the student's Top-1 minus its own: {difference}"
-        lines.append(f"`{source.metrics['model']}`{found}")
+        found = f"trained from random weights for {length}: the student's Top-1 minus its own: {difference}"
+        lines.append(f"`{source.metrics['model']}`, {found}")
     if not lines:
-        raise Missing("no student's model was trained from random weights over several seeds", SCRATCH)
+        raise Missing("no student's model was trained from random weights over several seeds", _SCRATCH)
     return bullets(lines)
-
-
-def _describe_scratch(source: Source, report: Report) -> str:
-    length = f"top-1 {_show_score(source)} after {source.metrics['steps']:,} steps"
-    text = f" from random weights ({name_student(source.metrics)}): {length}"
-    about = f" ({describe_seeds([source])}; {describe_origin([source])})."
-    return f"`{source.metrics['model']}`{text}{about}"
 
 
 def _show_score(source: Source) -> str:

@@ -6,8 +6,8 @@ from math import ceil
 from ..identities import choose
 
 _LAYERS, _HEAD_DIM, _CHUNK, _PATCH = 12, 64, 16, 16
-VIM_LAYERS, VIM_STATE = 24, 16
-TABLE3_WIDTH, TABLE3_TOKENS = 192, 196  # Vittt-T at 224x224
+_VIM_LAYERS, _VIM_STATE = 24, 16
+_TABLE3_WIDTH, _TABLE3_TOKENS = 192, 196  # Vittt-T at 224x224
 # design of Table 3 -> (number of D x D projections, directions of the scan, Conv1d per direction, whether DWConv)
 PRINTED_DESIGNS = {
     "ttt_layer": (4, 1, 0, False),
@@ -19,13 +19,12 @@ PRINTED_DESIGNS = {
 }
 
 
-# sizes that the paper's text states; a test compares them with the built models
-_CONSTANTS = {"layers": _LAYERS, "head_dim": _HEAD_DIM, "chunk_size": _CHUNK, "vim_state": VIM_STATE}
-
-
 def model_constant(name: str) -> int:
-    """Return a size of the built models: `layers`, `head_dim` or `chunk_size` of Vittt, or `vim_state` of Vim."""
-    return _CONSTANTS[name]
+    """Return a size of the built models: `layers`, `head_dim` or `chunk_size` of Vittt, or `vim_state` of Vim.
+
+    A test compares these with the models.
+    """
+    return {"layers": _LAYERS, "head_dim": _HEAD_DIM, "chunk_size": _CHUNK, "vim_state": _VIM_STATE}[name]
 
 
 def vit_g(width: int, tokens: int) -> Fraction:
@@ -38,7 +37,7 @@ def vit_g(width: int, tokens: int) -> Fraction:
 
 def vim_blocks_g(width: int, tokens: int, scan: int) -> Fraction:
     """Return the multiply-adds (1e9) of Vim's 24 blocks alone: Eq. 13, 6TD² + scan·T(2D)N with N = 16."""
-    return Fraction(VIM_LAYERS * (6 * tokens * width**2 + scan * tokens * 2 * width * VIM_STATE), 10**9)
+    return Fraction(_VIM_LAYERS * (6 * tokens * width**2 + scan * tokens * 2 * width * _VIM_STATE), 10**9)
 
 
 def vim_trivial_g(width: int, tokens: int) -> Fraction:
@@ -49,8 +48,8 @@ def vim_trivial_g(width: int, tokens: int) -> Fraction:
     R·2D. One of the tokens is the class token.
     """
     rank = ceil(width / 16)
-    direction = 4 * 2 * width + 2 * width * (rank + 2 * VIM_STATE) + rank * 2 * width
-    return Fraction(VIM_LAYERS * tokens * 2 * direction + _ends(width, tokens - 1), 10**9)
+    direction = 4 * 2 * width + 2 * width * (rank + 2 * _VIM_STATE) + rank * 2 * width
+    return Fraction(_VIM_LAYERS * tokens * 2 * direction + _ends(width, tokens - 1), 10**9)
 
 
 def vittt_g(width: int, tokens: int) -> Fraction:
@@ -70,9 +69,9 @@ def vittt_design_g(design: str, class_tokens: int = 0) -> Fraction:
     Raises:
         ValueError: an unknown design.
     """
-    tokens = TABLE3_TOKENS + class_tokens
+    tokens = _TABLE3_TOKENS + class_tokens
     squares = tokens // _CHUNK * _CHUNK**2 + (tokens % _CHUNK) ** 2
-    return Fraction(_vittt_layers(design, TABLE3_WIDTH, tokens, squares) + _ends(TABLE3_WIDTH, TABLE3_TOKENS), 10**9)
+    return Fraction(_vittt_layers(design, _TABLE3_WIDTH, tokens, squares) + _ends(_TABLE3_WIDTH, _TABLE3_TOKENS), 10**9)
 
 
 def vittt_trivial_g(width: int, tokens: int) -> Fraction:
@@ -91,7 +90,7 @@ def table3_weights(design: str) -> int:
     """
     projections, directions, conv1d, dwconv = choose(PRINTED_DESIGNS, design, "design of Table 3")
     return _LAYERS * (
-        projections * TABLE3_WIDTH**2 + directions * conv1d * 4 * TABLE3_WIDTH + dwconv * 9 * TABLE3_WIDTH
+        projections * _TABLE3_WIDTH**2 + directions * conv1d * 4 * _TABLE3_WIDTH + dwconv * 9 * _TABLE3_WIDTH
     )
 
 
@@ -105,7 +104,7 @@ def table3_step_g(design: str) -> Fraction:
         raise ValueError(f"{design} is the first design of Table 3; no step leads to it")
     weights = table3_weights(design)
     before = list(PRINTED_DESIGNS)[list(PRINTED_DESIGNS).index(design) - 1]
-    return Fraction((weights - table3_weights(before)) * TABLE3_TOKENS, 10**9)
+    return Fraction((weights - table3_weights(before)) * _TABLE3_TOKENS, 10**9)
 
 
 def score_tensors_gb(heads: int, tokens: int, tensors: int = 1, batch: int = 64) -> Fraction:

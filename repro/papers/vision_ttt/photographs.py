@@ -21,12 +21,12 @@ from ...report.claims import Report
 from ...report.ledger import Ledger
 from ...report.markdown import bullets, join, number, picture, show_interval, strong, table
 from ...report.ordering import ALPHA, TOP1, compare_pairs, holm, round_off
-from ...report.variants import count_macs
+from ...report.variants import count_macs, find_printed
 
-FIGURE = "cifar10_pairs.png"
-TIE = 1.2  # points of Top-1 on tune; its 5,000 images cannot separate learning rates that lie closer
-POINT = 1.0  # the margin of equivalence in points of Top-1
-DRAWS = 2000  # of the bootstrap
+_FIGURE = "cifar10_pairs.png"
+_TIE = 1.2  # points of Top-1 on tune; its 5,000 images cannot separate learning rates that lie closer
+_POINT = 1.0  # the margin of equivalence in points of Top-1
+_DRAWS = 2000  # of the bootstrap
 # model of cifar10.yaml -> the row of the paper with its accuracy on ImageNet-1K; the controls have none
 _ROWS = {
     **{name: f"table1.{name}_t" for name in ("vittt", "deit", "vrwkv", "vim", "vit3")},
@@ -83,43 +83,35 @@ def find_models(paths: Paths, questions: Mapping[str, Any]) -> dict[str, Model]:
     Raises:
         UserError: seeds of different commits, data or recipes, which cannot be compared.
     """
-    names = dict.fromkeys(
-        name for each in questions["questions"].values() for pair in list_pairs(each) for name in pair
-    )
-    models = {}
-    for name in names:
-        folder = paths.results / "seeds" / questions["data"] / name
+    models: dict[str, Model] = {}
+    of_any: list[Mapping[str, Any]] = []
+    for name in dict.fromkeys(name for each in questions["questions"].values() for name in _list_models(each)):
+        where = f"results/seeds/{questions['data']}/{name}"
+        folder = paths.root / where
         own = {seed: folder / f"{seed}.json" for seed in questions["seeds"]}
         seeds = {seed: read_json(file) for seed, file in own.items() if file.is_file()}
         trials = [read_json(file) for file in folder.glob("rate_*.json")]
         models[name] = Model(name=name, seeds=seeds, trials={each["rate"]: each[TOP1] for each in trials})
-    if wrong := [
-        name for name, model in models.items() for each in model.seeds.values() if each["commit"] != questions["commit"]
-    ]:
-        raise UserError(
-            f"results/seeds/{questions['data']}/{wrong[0]}: trained by the code of another commit than was registered"
-        )
+        if any(each["commit"] != questions["commit"] for each in seeds.values()):
+            raise UserError(f"{where}: trained by the code of another commit than was registered")
+        if len({json.dumps(each["params"] | {"seeds": None}, sort_keys=True) for each in seeds.values()}) > 1:
+            raise UserError(f"{where}: seeds of more than one recipe; keep those of one")
+        of_any += seeds.values()
     for key in ("data_hash", "epochs", "images"):
-        values = {(name, str(found[key])) for name, model in models.items() for found in model.seeds.values()}
-        if len({value for _, value in values}) > 1:
+        if len({str(each[key]) for each in of_any}) > 1:
             raise UserError(f"results/seeds/{questions['data']}: seeds of more than one {key}; keep those of one")
-    for name, model in models.items():
-        recipes = {json.dumps(each["params"] | {"seeds": None}, sort_keys=True) for each in model.seeds.values()}
-        if len(recipes) > 1:
-            raise UserError(
-                f"results/seeds/{questions['data']}/{name}: seeds of more than one recipe; keep those of one"
-            )
     return models
 
 
-def list_pairs(question: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return all pairs that a question names, including those that are shown without a verdict."""
-    return [(first, second) for kind in ("pairs", "not_worse", "shown") for first, second in question.get(kind, ())]
+def _list_models(question: Mapping[str, Any]) -> list[str]:
+    """Return each model of the pairs that a question names, including those that are shown without a verdict."""
+    pairs = [pair for kind in ("pairs", "not_worse", "shown") for pair in question.get(kind, ())]
+    return list(dict.fromkeys(name for pair in pairs for name in pair))
 
 
 def is_finished(question: Mapping[str, Any], models: Mapping[str, Model], seeds: Sequence[int]) -> bool:
     """Tell whether every model of a question has all the registered seeds."""
-    return all(set(models[name].seeds) >= set(seeds) for pair in list_pairs(question) for name in pair)
+    return all(set(models[name].seeds) >= set(seeds) for name in _list_models(question))
 
 
 def judge_pairs(question: Mapping[str, Any], models: Mapping[str, Model]) -> list[Judged]:
@@ -127,10 +119,10 @@ def judge_pairs(question: Mapping[str, Any], models: Mapping[str, Model]) -> lis
     asked, not_worse, shown = (
         [(first, second) for first, second in question.get(kind, ())] for kind in ("pairs", "not_worse", "shown")
     )
-    top1, least = {name: model.top1 for name, model in models.items()}, round_off(_count_images(models))
-    welch = dict(
-        zip(asked, holm([_test_unpaired(models[first], models[second]) for first, second in asked]), strict=True)
-    )
+    top1 = {name: model.top1 for name, model in models.items()}
+    least = round_off(next(found["images"] for model in models.values() for found in model.seeds.values()))
+    unpaired = holm([_test_unpaired(models[first], models[second]) for first, second in asked])
+    welch = dict(zip(asked, unpaired, strict=True))
     found = []
     for each in (*compare_pairs(top1, asked, least), *compare_pairs(top1, [*not_worse, *shown], least)):
         pair = each.better, each.worse
@@ -149,8 +141,16 @@ def judge_pairs(question: Mapping[str, Any], models: Mapping[str, Model]) -> lis
             word += f" (95 % above {lowest:+.2f})"
         else:
             word = "no verdict asked"
-        about = {"difference": each.difference, "interval": each.interval, "p": each.p if pair in asked else None}
-        found.append(Judged(first=pair[0], second=pair[1], drawn=drawn, word=word, **about))
+        judged = Judged(
+            first=first.name,
+            second=second.name,
+            difference=each.difference,
+            interval=each.interval,
+            drawn=drawn,
+            p=each.p if pair in asked else None,
+            word=word,
+        )
+        found.append(judged)
     return found
 
 
@@ -165,34 +165,30 @@ def bound_below(values: Sequence[float], least: float = 0.0) -> float:
     return statistics.mean(values) - float(student.isf(ALPHA, len(values) - 1)) * error
 
 
-def is_equal(values: Sequence[float], margin: float = POINT, least: float = 0.0) -> bool:
+def is_equal(values: Sequence[float], margin: float = _POINT, least: float = 0.0) -> bool:
     """Tell whether two one-sided t tests (TOST), each at 5 %, place the mean between −margin and margin."""
     return all(bound_below(signed, least) > -margin for signed in (values, [-value for value in values]))
 
 
-def bootstrap(first: Model, second: Model, draws: int = DRAWS) -> tuple[float, float]:
+def bootstrap(first: Model, second: Model) -> tuple[float, float]:
     """Return the 95 % bootstrap interval of the difference in points, with seeds and images drawn with replacement.
 
     Each draw takes the same seeds and images of both models, because they are paired.
     """
     import numpy as np
 
-    apart = np.stack([_read_hits(first, seed) - _read_hits(second, seed) for seed in sorted(first.seeds)])
+    def read_hits(found: Mapping[str, Any]) -> np.ndarray:
+        """Return 1 for each test image that is classified correctly, else 0, (images)."""
+        return np.array(unpack_hits(found["hits"], found["images"]), dtype=np.int8)
+
+    apart = np.stack([read_hits(first.seeds[seed]) - read_hits(second.seeds[seed]) for seed in sorted(first.seeds)])
     seeds, images = apart.shape
     random, means = np.random.default_rng(0), []
-    for _ in range(draws):
+    for _ in range(_DRAWS):
         of_image = apart[random.integers(seeds, size=seeds)].sum(0)
         means.append(100 * of_image[random.integers(images, size=images)].mean() / seeds)
     low, high = np.quantile(means, [ALPHA / 2, 1 - ALPHA / 2])
     return float(low), float(high)
-
-
-def _read_hits(model: Model, seed: int) -> Any:
-    """Return an int8 array with 1 for each test image that is classified correctly, else 0."""
-    import numpy as np
-
-    found = model.seeds[seed]
-    return np.array(unpack_hits(found["hits"], found["images"]), dtype=np.int8)
 
 
 def _test_unpaired(first: Model, second: Model) -> float:
@@ -203,10 +199,6 @@ def _test_unpaired(first: Model, second: Model) -> float:
     return 1.0 if values[0] == values[1] else float(stats.ttest_ind(*values, equal_var=False).pvalue)
 
 
-def _count_images(models: Mapping[str, Model]) -> int:
-    return next(found["images"] for model in models.values() for found in model.seeds.values())
-
-
 def _printed_difference(ledger: Ledger, first: str, second: str) -> float | None:
     """Return the paper's Top-1 of the first model minus that of the second, in points on ImageNet-1K.
 
@@ -214,28 +206,25 @@ def _printed_difference(ledger: Ledger, first: str, second: str) -> float | None
     """
     if first not in _ROWS or second not in _ROWS:
         return None
-    values = [float(ledger.entries[f"{_ROWS[name]}.{TOP1}"].printed or "") for name in (first, second)]
-    return values[0] - values[1]
+    return float(find_printed(ledger, _ROWS[first], TOP1)) - float(find_printed(ledger, _ROWS[second], TOP1))
 
 
 def list_photographs(report: Report) -> str:
     """Write the accuracies of all models so far, then the verdicts of each question, or how many trainings it has."""
     questions = load_photographs()
     models = find_models(report.results.paths, questions)
-    blocks = [count_trainings(report), _list_accuracies(models)]
-    if any(is_finished(each, models, questions["seeds"]) for each in questions["questions"].values()):
-        blocks.append(picture(f"figures/{FIGURE}", "differences of all pairs, with the paper's"))
-    open_questions = []
+    finished, open_questions = [], []
     for name, question in questions["questions"].items():
         if is_finished(question, models, questions["seeds"]):
-            blocks.append(f"### {name}. {question['asks']}")
-            blocks += _list_judged(question, judge_pairs(question, models), report.paper.ledger)
+            finished.append(f"### {name}. {question['asks']}")
+            finished += _list_judged(question, judge_pairs(question, models), report.paper.ledger)
         else:
-            own = {each for pair in list_pairs(question) for each in pair}
+            own = _list_models(question)
             done = sum(len(models[each].seeds) for each in own)
             asked = len(own) * len(questions["seeds"])
             open_questions.append(f"{name}. {question['asks']} Not finished: {done} of {asked} trainings.")
-    return join([*blocks, bullets(open_questions)])
+    shown = picture(f"figures/{_FIGURE}", "differences of all pairs, with the paper's") if finished else ""
+    return join([count_trainings(report), _list_accuracies(models), shown, *finished, bullets(open_questions)])
 
 
 def find_commit(_: Report) -> str:
@@ -271,30 +260,29 @@ def _list_accuracies(models: Mapping[str, Model]) -> str:
 
 
 def _show_rates(trials: Mapping[float, float]) -> str:
-    """Show the best learning rate of a search, and those within `TIE` of it."""
+    """Show the best learning rate of a search, and those within `_TIE` of it."""
     if not trials:
         return "–"
     best = max(sorted(trials), key=lambda rate: trials[rate])
-    close = [rate for rate in sorted(trials) if rate != best and trials[rate] > trials[best] - TIE]
+    close = [rate for rate in sorted(trials) if rate != best and trials[rate] > trials[best] - _TIE]
     return ", ".join(f"{rate:g} ({trials[rate]:.2f})" for rate in (best, *close))
 
 
 def _list_judged(question: Mapping[str, Any], judged: Sequence[Judged], ledger: Ledger) -> list[str]:
     words = [f"{each.first} against {each.second}: {each.word}" for each in judged]
     says = f"After 6 epochs, at rates chosen with one seed: {'; '.join(words)}."
-    rows = []
-    has_others = "differs" in question
+    rows, differs = [], question.get("differs")
     for each in judged:
-        differs = question["differs"].get(each.second, "") if has_others else ""
         p = None if each.p is None else "< 0.001" if each.p < 0.001 else f"{each.p:.3f}"
         printed = _printed_difference(ledger, each.first, each.second)
         drawn = "[{:+.2f}, {:+.2f}]".format(*each.drawn)
         word = strong(each.word) if each.word == "contradicted" else each.word
-        row = [f"{each.first} − {each.second}", number(printed, "+.1f")]
-        row.append(show_interval(each.difference, each.interval, "+.2f"))
-        rows.append([*row, drawn, number(p), word, *([differs] if has_others else [])])
+        ours = show_interval(each.difference, each.interval, "+.2f")
+        rows.append([f"{each.first} − {each.second}", number(printed, "+.1f"), ours, drawn, number(p), word])
+        if differs:
+            rows[-1].append(differs.get(each.second, ""))
     header = ["", "paper, ImageNet-1K (points)", "ours (points) [95 %]", "by bootstrap", "p (Holm)", "verdict"]
-    return [says, table([*header, *(["what else differs"] if has_others else [])], rows)]
+    return [says, table([*header, "what else differs"] if differs else header, rows)]
 
 
 def draw_pairs(path: Path, judged: Sequence[Judged], ledger: Ledger) -> Path:
@@ -323,4 +311,4 @@ def plan_photographs(report: Report) -> dict[str, Any]:
     models = find_models(report.results.paths, questions)
     asked = [each for each in questions["questions"].values() if is_finished(each, models, questions["seeds"])]
     judged = [pair for question in asked for pair in judge_pairs(question, models)]
-    return {FIGURE: ([], lambda path: draw_pairs(path, judged, report.paper.ledger))} if judged else {}
+    return {_FIGURE: ([], lambda path: draw_pairs(path, judged, report.paper.ledger))} if judged else {}

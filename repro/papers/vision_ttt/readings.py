@@ -15,8 +15,8 @@ from ...core.record import make_identity, write_record
 from ...report.arithmetic import agreement
 from ...report.ledger import Ledger, load_ledger
 
-FILE = Path(__file__).with_name("readings.yaml")
-LEDGER_FILE = Path(__file__).with_name("ledger.yaml")
+_FILE = Path(__file__).with_name("readings.yaml")
+_LEDGER_FILE = Path(__file__).with_name("ledger.yaml")
 _DESIGNS = ("ttt_layer", "share_qk", "gating", "conv1d", "dual", "conv2d")
 _SIZES = {"t": "vittt_tiny_patch16_224", "s": "vittt_small_patch16_224", "b": "vittt_base_patch16_224"}
 
@@ -55,7 +55,7 @@ class _File:
 @functools.cache
 def load_choices() -> tuple[Choice, ...]:
     """Read every choice, in the order of readings.yaml."""
-    return build(_File, {"choices": load_yaml(FILE, list)}, FILE.name).choices
+    return build(_File, {"choices": load_yaml(_FILE, list)}, _FILE.name).choices
 
 
 def list_alternatives() -> list[str]:
@@ -122,7 +122,7 @@ def fit_readings(ledger: Ledger) -> dict[str, Any]:
 def record_fits(paths: Paths) -> None:
     """Write results/readings/metrics.json (see `fit_readings`), and print how many readings fit."""
     started = time.monotonic()
-    ledger = load_ledger(LEDGER_FILE)
+    ledger = load_ledger(_LEDGER_FILE)
     found = fit_readings(ledger)
     counted_only = "none: counted, not run"
     choices = _File(choices=load_choices())

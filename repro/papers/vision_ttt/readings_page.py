@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from ...report.records import Source, describe_seeds
 from ...report.results import Missing
 from .readings import Choice, list_trained, load_choices
 
-FIXED_FILE = Path(__file__).with_name("fixed_choices.yaml")
+_FIXED_FILE = Path(__file__).with_name("fixed_choices.yaml")
 # the choices whose value was chosen to fit the paper's printed parameters; their `because` says so
 BY_COUNTS = ("conv1d_arrival", "dwconv_bias", "learning_rate", "swiglu_bias")
 _Trained = Mapping[str, Source]  # text of a reading -> the record of its training
@@ -34,15 +35,11 @@ class FixedChoice:
     refuted_by: str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _File:
-    choices: tuple[FixedChoice, ...]
-
-
 @functools.cache
 def load_fixed_choices() -> tuple[FixedChoice, ...]:
     """Read every choice without a switch, in the order of fixed_choices.yaml."""
-    return build(_File, {"choices": load_yaml(FIXED_FILE, list)}, FIXED_FILE.name).choices
+    listed = enumerate(load_yaml(_FIXED_FILE, list))
+    return tuple(build(FixedChoice, each, f"{_FIXED_FILE.name}.choices[{place}]") for place, each in listed)
 
 
 def describe_choices(report: Report) -> str:
@@ -123,9 +120,8 @@ def count_fits(report: Report, what: str) -> int:
 def name_rounded(report: Report) -> str:
     """List the readings with which all printed parameters fit by rounding alone."""
     fits = _find_fits(report)
-    exact = {"params_fit": fits["params_entries"], "params_truncated": 0}
-    rows = {**fits["readings"], **fits["pairs"]}
-    texts = [text for text, row in rows.items() if text and exact.items() <= row.items()]
+    rows, exact = {**fits["readings"], **fits["pairs"]}, (fits["params_entries"], 0)
+    texts = [text for text, row in rows.items() if text and (row["params_fit"], row["params_truncated"]) == exact]
     return "; ".join(map(code, texts)) or "none"
 
 
@@ -140,22 +136,21 @@ def describe_trained(report: Report) -> str:
     if not pairs:
         raise Missing("no two readings are trained with two seeds yet", "repro profile use digits && dvc repro ablate")
     ours = trained[""]
-    m = ours.metrics
+    m, images = ours.metrics, ours.metrics["held_out_images"]
     about = (
-        f"{m['model']} on {m['data']}, {m['epochs']} epochs, {len(m['by_seed'])} seeds, {m['held_out_images']} held-out "
-        f"images, {len(pairs)} alternatives, {ours.device}."
+        f"{m['model']} on {m['data']}, {m['epochs']} epochs, {len(m['by_seed'])} seeds, {images} held-out images, "
+        f"{len(pairs)} alternatives, {ours.device}."
     )
-    separated = [text for text, pair in pairs.items() if pair.side]
-    taken = f"{describe_seeds([ours])} and {m['held_out_images']} images"
-    verdict = strong(describe_power(list(pairs.values()), taken))
+    separated = [f"`{text}` ({pair.difference:+.1f} points)" for text, pair in pairs.items() if pair.side]
+    verdict = strong(describe_power(list(pairs.values()), f"{describe_seeds([ours])} and {images} images"))
     if separated:
-        shown = "; ".join(f"`{text}` ({pairs[text].difference:+.1f} points)" for text in separated)
-        verdict = f"**{len(separated)} of {len(pairs)} alternatives differ significantly from ours:** {shown}."
+        counted = f"**{len(separated)} of {len(pairs)} alternatives differ significantly from ours:**"
+        verdict = f"{counted} {'; '.join(separated)}."
     means = [source.metrics[TOP1] for source in trained.values()]
-    noise = sampling_noise(sum(means) / len(means), m["held_out_images"])
-    spread = f"The means are within {max(means) - min(means):.1f} points; chance alone makes {noise:.1f} on {m['held_out_images']} images"
-    spread += ", so this task cannot tell them apart." if max(means) - min(means) < noise else "."
-    return join([about, verdict, spread])
+    noise, spread = sampling_noise(statistics.fmean(means), images), max(means) - min(means)
+    said = f"The means are within {spread:.1f} points; chance alone makes {noise:.1f} on {images} images"
+    said += ", so this task cannot tell them apart." if spread < noise else "."
+    return join([about, verdict, said])
 
 
 def _find_fits(report: Report) -> Mapping[str, Any]:

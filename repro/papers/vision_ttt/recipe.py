@@ -2,18 +2,9 @@
 
 from typing import Any
 
-from ..recipe import BF16, NO_REPEATS, OWN_CHOICES, PAPER_HAS, Printed
+from ..recipe import BF16, NO_REPEATS, PAPER_HAS, Printed
 
-# Sources of the values. The paper prints no numbers for the augmentation, only that it is DeiT's, and says that its
-# code is based on Swin's.
-VARIED = "the paper has {} (and varies it in its ablations)"
-RANDOM = "the paper has random weights"
-DEIT = "the paper has DeiT's {}"
-SWIN = "Swin's default is {}, which the paper does not state"
-AUTOCAST = SWIN.format("{} autocast")
-BESIDE = "Swin's default is {} in effect (RandAugment switches it off), which the paper does not state"
-VIT3_B = "ViT3-B's is {}, which the paper does not state"
-
+# The paper prints no numbers for the augmentation, only that it is DeiT's, and says that its code is based on Swin's.
 SAID: dict[str, dict[str, Any]] = {
     PAPER_HAS: {  # Appendix D
         "epochs": 300,
@@ -26,13 +17,13 @@ SAID: dict[str, dict[str, Any]] = {
         "transform.image_size": 224,
     },
     # Tables 3 and 4, Fig. 7; these are also the models' defaults
-    VARIED: {
+    "the paper has {} (and varies it in its ablations)": {
         "options.design": "conv2d",
         "options.pool": "mean",
         "options.chunk_size": 16,
         "options.w0": "per_direction",
     },
-    DEIT: {  # Swin's config.py has the same numbers
+    "the paper has DeiT's {}": {  # Swin's config.py has the same numbers
         "transform.scale": (0.08, 1.0),
         "transform.ratio": (3 / 4, 4 / 3),
         "transform.hflip": 0.5,
@@ -45,7 +36,7 @@ SAID: dict[str, dict[str, Any]] = {
     },
     # Swin's config.py, which states learning rates at batch 512, half of these; Swin-T, S and B themselves override its
     # drop path by 0.2, 0.3 and 0.5
-    SWIN: {
+    "Swin's default is {}, which the paper does not state": {
         "optim.warmup_lr": 1e-6,
         "optim.min_lr": 1e-5,
         "optim.betas": (0.9, 0.999),
@@ -61,23 +52,25 @@ SAID: dict[str, dict[str, Any]] = {
         "transform.mean": (0.485, 0.456, 0.406),
         "transform.std": (0.229, 0.224, 0.225),
     },
-    AUTOCAST: {"precision": "fp16"},
-    RANDOM: {"init": None},
-    BESIDE: {"transform.color_jitter": None},
+    "Swin's default is {} autocast, which the paper does not state": {"precision": "fp16"},
+    "the paper has random weights": {"init": None},
+    "Swin's default is {} in effect (RandAugment switches it off), which the paper does not state": {
+        "transform.color_jitter": None
+    },
 }
 _VITTT_B = "vittt_base_patch16_224"
-DROP_PATH_BASE = 0.4  # ViT3-B's; this project's choice, as profiles/paper.yaml says
+_DROP_PATH_B = {"drop_path": 0.4}  # ViT3-B's; this project's choice, as profiles/paper.yaml says
 
 PRINTED = Printed(
     models={
         "vittt_tiny_patch16_224": {},
         "vittt_small_patch16_224": {},
-        _VITTT_B: {VIT3_B: {"drop_path": DROP_PATH_BASE}},
+        _VITTT_B: {"ViT3-B's is {}, which the paper does not state": _DROP_PATH_B},
     },
     said=SAID,
     choices={
-        NO_REPEATS: {},
-        "drop path 0.4: ViT3-B's; Swin's default is 0.1": {"model": _VITTT_B, "drop_path": DROP_PATH_BASE},
-        BF16: OWN_CHOICES[BF16],
+        **NO_REPEATS,
+        "drop path 0.4: ViT3-B's; Swin's default is 0.1": {"model": _VITTT_B, **_DROP_PATH_B},
+        **BF16,
     },
 )

@@ -21,22 +21,19 @@ from ...report.ordering import TOP1, Pair, compare_trainings
 from ...report.power import detectable_difference
 from ...report.records import Source, describe_origin
 from ...report.results import Missing
-from ...report.variants import Group
+from ...report.variants import Group, find_printed
 from ..recipe import PAPER_HAS, TRAIN_IMAGES
 from .recipe import SAID
 
 COUNTERS_FILE = Path(__file__).with_name("flop_counters.csv")  # written by a search that is no longer in the code
 _DESIGNS = ("Vanilla TTT", "+ Dual", "+ Conv2d")  # as Fig. 8 names them
-FAR = 10.0  # points of Top-1; a model so far below the best record of its kind has not learnt enough for its figure
-UTILISATION = 0.3  # assumed share of a GPU's peak that training reaches
-TURN = 30  # the epoch by which the paper's loss has turned (Fig. 11)
+_FAR = 10.0  # points of Top-1; a model so far below the best record of its kind has not learnt enough for its figure
+_UTILISATION = 0.3  # assumed share of a GPU's peak that training reaches
+_TURN = 30  # the epoch by which the paper's loss has turned (Fig. 11)
 NOT_SEEN = "not seen in this small model"
 # (the paper's statement, our numbers, whether they agree). None: nothing can be said. `NOT_SEEN`: the small model could
 # have confirmed the statement but cannot refute it.
 _Finding = tuple[str, str, bool | str | None]
-
-
-_WORDS = {True: "for the paper", False: "against the paper", None: "open"}
 
 
 def find_counter(_: Report, key: str, counter: str | None = None) -> int:
@@ -49,14 +46,17 @@ def describe_models(report: Report) -> str:
     """Describe the models that the figures show: where they were trained, and their accuracies."""
     source = _find(report)
     m = source.metrics
-    fields, unlearnt = m["receptive_fields"], _find_unlearnt(report)
-    trained = "; ".join(f"{name} {_accuracy(report, entry)}{unlearnt.get(name, '')}" for name, entry in fields.items())
+    unlearnt, trained = _find_unlearnt(report), []
+    for name, entry in m["receptive_fields"].items():
+        record = _find_trained(report, entry)
+        accuracy = format_scores(record.metrics, {TOP1: ""}, 1) if record else "unknown"
+        trained.append(f"{name} {accuracy}{unlearnt.get(name, '')}")
     about = f"{m['model']} on {m['data']} ({describe_origin([source])}), {m['held_out_images']} held-out images."
-    return f"{about} The receptive fields are of models with these accuracies: {trained}."
+    return f"{about} The receptive fields are of models with these accuracies: {'; '.join(trained)}."
 
 
 def estimate_gpu_hours(report: Report) -> str:
-    """Estimate the hours of an H100 to train Vittt-T, S and B on ImageNet-1K by Appendix D, at `UTILISATION` of its peak.
+    """Estimate the hours of an H100 to train Vittt-T, S and B on ImageNet-1K by Appendix D, at `_UTILISATION` of its peak.
 
     A multiply-add is two operations, and the backward pass has twice those of the forward pass. Loading of data is
     assumed to cost nothing.
@@ -66,8 +66,8 @@ def estimate_gpu_hours(report: Report) -> str:
         return "an unknown number of hours"
     macs_g = sum(map(float, counted))
     operations = 3 * 2e9 * macs_g * SAID[PAPER_HAS]["epochs"] * TRAIN_IMAGES
-    hours = operations / (1e12 * PEAK_TFLOPS["H100"] * UTILISATION) / 3600
-    return f"{hours:.0f} hours of an H100 at {100 * UTILISATION:.0f} % of its peak"
+    hours = operations / (1e12 * PEAK_TFLOPS["H100"] * _UTILISATION) / 3600
+    return f"{hours:.0f} hours of an H100 at {100 * _UTILISATION:.0f} % of its peak"
 
 
 def list_findings(report: Report) -> str:
@@ -76,12 +76,13 @@ def list_findings(report: Report) -> str:
     rows = []
     counts: Counter[str] = Counter()
     of_fields = _of_fields(m, _find_unlearnt(report))
+    words = {True: "for the paper", False: "against the paper", None: "open", NOT_SEEN: NOT_SEEN}
     for place, findings in (("Fig. 3, 9, 10", _of_gradients(m)), ("Fig. 8", of_fields), ("Fig. 11", _of_losses(m))):
         for says, ours, agrees in findings:
-            word = _WORDS.get(agrees, agrees)
+            word = words[agrees]
             rows.append([place, says, ours, strong(word) if agrees is False else word])
             counts[word] += 1
-    summary = "; ".join(f"{counts[word]} {word}" for word in (*_WORDS.values(), NOT_SEEN) if counts[word])
+    summary = "; ".join(f"{counts[word]} {word}" for word in words.values() if counts[word])
     return join([f"Of {len(rows)} findings: {summary}.", table(["", "the paper says", "ours", ""], rows)])
 
 
@@ -108,7 +109,7 @@ def _of_fields(m: Mapping[str, Any], unlearnt: Mapping[str, str]) -> list[_Findi
     if not known.issuperset(_DESIGNS):
         return []
     one, both, radial = (fields[name] for name in _DESIGNS)
-    shown = {"DeiT": "DeiT", "Vim": "Vim", "Vittt": _DESIGNS[-1]}
+    shown = {"DeiT": "DeiT", "Vim": "Vim", "Vittt": "+ Conv2d"}
     radii = {name: fields[key]["radius_90_px"] for name, key in shown.items() if key in known - unlearnt.keys()}
     side, ahead = radial["image_size"], one["share_ahead"]
     covered = ", ".join(f"{name} {radius:.0f}" for name, radius in radii.items())
@@ -129,24 +130,21 @@ def _of_fields(m: Mapping[str, Any], unlearnt: Mapping[str, str]) -> list[_Findi
 
 
 def _of_losses(m: Mapping[str, Any]) -> list[_Finding]:
-    epochs = sorted(m["reconstruction_loss"].items(), key=lambda item: int(item[0].removeprefix("epoch_")))
-    means = [sum(found["mean_by_layer"]) / len(found["mean_by_layer"]) for _, found in epochs]
-    names = [name.removeprefix("epoch_") for name, _ in epochs]
-    path = ", ".join(f"{mean:.1f} at epoch {name}" for name, mean in zip(names, means, strict=True))
-    smallest = epochs[-1][1]["smallest"]
+    by_epoch = {int(name.removeprefix("epoch_")): found for name, found in m["reconstruction_loss"].items()}
+    epochs = sorted(by_epoch)
+    means = [statistics.fmean(by_epoch[epoch]["mean_by_layer"]) for epoch in epochs]
+    path = ", ".join(f"{mean:.1f} at epoch {epoch}" for epoch, mean in zip(epochs, means, strict=True))
+    smallest = by_epoch[epochs[-1]]["smallest"]
     is_peaked = means[0] < max(means) and means[-1] < max(means[1:-1] or means)
+    falls = is_peaked or (NOT_SEEN if epochs[-1] < _TURN else False)
     return [
-        (
-            "the reconstruction loss rises, then falls",
-            path,
-            is_peaked or (NOT_SEEN if int(names[-1]) < TURN else False),
-        ),
+        ("the reconstruction loss rises, then falls", path, falls),
         ("it stays above zero", f"the smallest of a token and layer is {smallest:.1f}", smallest > 0),
     ]
 
 
 def _find_unlearnt(report: Report) -> dict[str, str]:
-    """Return model of a receptive field -> a clause, for models `FAR` below the best record of their model and data."""
+    """Return model of a receptive field -> a clause, for models `_FAR` below the best record of their model and data."""
     found = {}
     for name, entry in _find(report).metrics["receptive_fields"].items():
         if (source := _find_trained(report, entry)) is None:
@@ -157,7 +155,7 @@ def _find_unlearnt(report: Report) -> dict[str, str]:
             if all(each.metrics[key] == source.metrics[key] for key in ("model", "data"))
         ]
         best = max(of_model, key=lambda m: m.get(TOP1, 0.0))
-        if best[TOP1] > source.metrics[TOP1] + FAR:
+        if best[TOP1] > source.metrics[TOP1] + _FAR:
             found[name] = f" (left out: after {best['epochs']} epochs one has {best[TOP1]:.1f} %)"
     return found
 
@@ -167,12 +165,6 @@ def _find_trained(report: Report, entry: Mapping[str, Any]) -> Source | None:
     paths = report.results.paths
     record = paths.find_record(paths.root / entry.get("weights", ""))
     return record and report.results.find(record.relative_to(paths.root).as_posix())
-
-
-def _accuracy(report: Report, entry: Mapping[str, Any]) -> str:
-    """Show the accuracy of the model whose weights a figure shows."""
-    source = _find_trained(report, entry)
-    return format_scores(source.metrics, {TOP1: ""}, 1) if source else "unknown"
 
 
 def _find(report: Report) -> Source:
@@ -235,8 +227,8 @@ def list_night_pairs(report: Report) -> str:
 
 def printed_difference(ledger: Ledger, better: str, worse: str) -> float:
     """Return the paper's Top-1 of one model of night.yaml minus that of another, in points on ImageNet-1K."""
-    rows = [load_questions()["models"][name]["row"] for name in (better, worse)]
-    first, second = (float(ledger.entries[f"{row}.{TOP1}"].printed or "") for row in rows)
+    models = load_questions()["models"]
+    first, second = (float(find_printed(ledger, models[name]["row"], TOP1)) for name in (better, worse))
     return first - second
 
 
@@ -258,20 +250,17 @@ def _judge(report: Report, data: str, pairs: list[list[str]]) -> dict[tuple[str,
             f"the models of a table differ on {data} in one of {', '.join(alike)}, or have other seeds than were named",
             "repro profile use night && dvc repro pretrain linearize",
         )
-    searched = {name: _count_trials(report, name, data) for name in names}
+    searched = {}
+    for name in names:
+        place = f"tune/{questions['models'][name]['cell'].rpartition('/')[2]}_{data}"
+        found_trials = [each.metrics.get("trials", ()) for each in report.results.sources if each.place == place]
+        searched[name] = max(map(len, found_trials), default=0)  # the most of any machine
     if set(searched.values()) != {questions["trials"]}:
         counts = ", ".join(f"{name} {trials}" for name, trials in searched.items())
         why = f"the models of a table have not {questions['trials']} trials each on {data}: {counts}"
         raise Missing(why, "repro profile use night && dvc repro tune")
     compared = compare_trainings(found, [tuple(pair) for pair in pairs])
     return {(pair.better, pair.worse): pair for pair in compared}
-
-
-def _count_trials(report: Report, name: str, data: str) -> int:
-    """Count the trainings of the search of a model's learning rate: the most of any machine; 0 without a search."""
-    place = f"tune/{load_questions()['models'][name]['cell'].rpartition('/')[2]}_{data}"
-    found = [each for each in report.results.sources if each.place == place and "trials" in each.metrics]
-    return max((len(each.metrics["trials"]) for each in found), default=0)
 
 
 def _find_training(report: Report, name: str, data: str) -> Source | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.ttt_linear.reference import Inner, ttt_linear_dual
 
-from ..identities import find_error
+from ..identities import apply_delta_rule, find_error
 
 EPS = 1e-6
 
@@ -54,21 +54,12 @@ def measure_theorems(sizes: ExampleSizes) -> dict[str, float]:
     return {**largest, "a2_printed_smallest": min(printed), "a2_printed_largest": max(printed)}
 
 
-def attend_causally(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _attend_causally(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute Eq. 3 of Appendix C, causal linear attention: z_t = Σ_{s≤t} (q_t·k_s) v_s, (T, d)."""
     return torch.stack([sum((q[t] @ k[s]) * v[s] for s in range(t + 1)) for t in range(len(q))])
 
 
-def apply_delta_rule(q: Tensor, k: Tensor, v: Tensor, W0: Tensor) -> Tensor:
-    """Run the recurrence of Theorem C.2: W_t = W_{t−1} − k_tᵀ(k_t W_{t−1} − v_t), z_t = q_t W_t, (T, d)."""
-    W, out = W0, []
-    for q_t, k_t, v_t in zip(q, k, v, strict=True):
-        W = W - torch.outer(k_t, k_t @ W - v_t)
-        out.append(q_t @ W)
-    return torch.stack(out)
-
-
-def attend_to_adapted_values(q: Tensor, k: Tensor, v: Tensor, W0: Tensor) -> Tensor:
+def _attend_to_adapted_values(q: Tensor, k: Tensor, v: Tensor, W0: Tensor) -> Tensor:
     """Compute Eq. 4 of Appendix C: z_t = q_t W0 + Σ_{s≤t} (q_t·k_s) u_s with adapted values u_s = v_s − k_s W_{s−1}.
 
     Since W_{s−1} = W0 + Σ_{r<s} k_rᵀ u_r, the adapted values solve (I + strict lower triangle of K Kᵀ) U = V − K W0. No
@@ -166,10 +157,10 @@ def _measure(drawn: dict[str, Tensor], chunk_size: int) -> dict[str, float]:
     primal = {inner: learn_by_primal_form(*general, *state, chunk_size, inner) for inner in ("plain", "ln")}
     reconstructed = plain(x, x, x, W0, T)
     return {
-        "c1_linear_attention": find_error(plain(q, k, v, zero, T), attend_causally(q, k, v)),
+        "c1_linear_attention": find_error(plain(q, k, v, zero, T), _attend_causally(q, k, v)),
         "c2_delta_rule": find_error(plain(q, k, v, zero, 1), apply_delta_rule(q, k, v, zero)),
-        "c2_adapted_value_view": find_error(plain(q, k, v, zero, 1), attend_to_adapted_values(q, k, v, zero)),
-        "c2_adapted_value_view_any_w0": find_error(plain(q, k, v, W0, 1), attend_to_adapted_values(q, k, v, W0)),
+        "c2_adapted_value_view": find_error(plain(q, k, v, zero, 1), _attend_to_adapted_values(q, k, v, zero)),
+        "c2_adapted_value_view_any_w0": find_error(plain(q, k, v, W0, 1), _attend_to_adapted_values(q, k, v, W0)),
         "primal_plain": find_error(_run(*general, chunk_size=chunk_size, inner="plain"), primal["plain"]),
         "primal_ln": find_error(_run(*general, *state, chunk_size=chunk_size, eps=EPS), primal["ln"]),
         "a2_corrected": find_error(reconstructed, reconstruct(x, W0, 1.0, as_printed=False)),

@@ -2,7 +2,7 @@
 
 import itertools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ...core.figures import new_figure, save_png
@@ -23,11 +23,11 @@ from ...report.records import (
 from ...report.results import Missing
 from ...report.variants import TOP1, Group, find_groups
 
-LAYERS = {"fc": "one layer", "mlp": "two layers", "layers3": "three layers"}  # the variants of Fig. 3
-LOSS = "train_loss"
+_LAYERS = {"fc": "one layer", "mlp": "two layers", "layers3": "three layers"}  # the variants of Fig. 3
+_LOSS = "train_loss"
 _LEAST_SPREAD = 1e-8  # a loss is recorded to eight digits
 _COLOURS = ("#0072B2", "#E69F00", "#D55E00")
-HELD_OUT, JUDGED, REAL = "held_out_mse", "judged_percent", "real_judged_percent"
+_HELD_OUT, _JUDGED, _REAL = "held_out_mse", "judged_percent", "real_judged_percent"
 # fields that must agree before two losses are compared; the noise of a held-out image is seeded by its number alone
 _ALIKE = ("data", "image_size", "split", "held_out_images", "epochs", "steps", "batch_size")
 
@@ -39,8 +39,8 @@ def draw_depth(path: Path, groups: Mapping[str, Group], printed: Callable[[str |
     """
     (group,) = groups.values()
     figure, panels = new_figure(2)
-    for panel, (key, label) in zip(panels, ((LOSS, "training loss"), (TOP1, "Top-1 (%)")), strict=True):
-        for colour, (name, layers) in zip(_COLOURS, LAYERS.items(), strict=True):
+    for panel, (key, label) in zip(panels, ((_LOSS, "training loss"), (TOP1, "Top-1 (%)")), strict=True):
+        for colour, (name, layers) in zip(_COLOURS, _LAYERS.items(), strict=True):
             means = average_curves(group.read_curve(name, key))
             panel.plot(list(means), list(means.values()), color=colour, marker="o", label=layers)
         panel.set(xlabel="epoch", ylabel=label)
@@ -59,7 +59,7 @@ def compare_losses(report: Report) -> str:
         Missing: no group has two trained models.
     """
     columns = {
-        "the paper's order": lambda pair: f"{LAYERS[pair.better]} > {LAYERS[pair.worse]}",
+        "the paper's order": lambda pair: f"{_LAYERS[pair.better]} > {_LAYERS[pair.worse]}",
         "ours (loss) [95 %]": lambda pair: pair.show(4),
         "p (Holm)": lambda pair: number(pair.p, ".3f"),
         "": lambda pair: pair.word,
@@ -69,7 +69,7 @@ def compare_losses(report: Report) -> str:
         losses = find_losses(group)
         orders = [(deep, shallow) for shallow, deep in itertools.combinations(losses, 2)]
         if orders:
-            means = ", ".join(f"{LAYERS[name]} {statistics.mean(of.values()):.4f}" for name, of in losses.items())
+            means = ", ".join(f"{_LAYERS[name]} {statistics.mean(of.values()):.4f}" for name, of in losses.items())
             blocks += [f"### {group.title}", f"Training loss: {means}."]
             pairs = compare_pairs(losses, orders, _LEAST_SPREAD)
             blocks.append(describe_power(pairs, describe_seeds(group.variants.values())))
@@ -81,7 +81,7 @@ def compare_losses(report: Report) -> str:
 
 def find_losses(group: Group) -> dict[str, dict[int, float]]:
     """Return variant -> seed -> training loss at the end of its curve, for the trained variants of Fig. 3."""
-    curves = {name: group.read_curve(name, LOSS) for name in LAYERS}
+    curves = {name: group.read_curve(name, _LOSS) for name in _LAYERS}
     return {name: {seed: [*of.values()][-1] for seed, of in own.items()} for name, own in curves.items() if own}
 
 
@@ -102,26 +102,29 @@ def list_denoisers(report: Report) -> str:
         "denoiser": lambda source: code(name(source)),
         "parameters": lambda source: number(source.metrics["num_params"], ","),
         "seeds": lambda source: len(source.metrics["by_seed"]),
-        "held-out MSE of the noise": lambda source: show_mean(source, HELD_OUT, ".4f"),
-        "samples judged as asked": lambda source: number(show_mean(source, JUDGED, ".1f", " %", is_share=True) or "–"),
+        "held-out MSE of the noise": lambda source: show_mean(source, _HELD_OUT, ".4f"),
+        "samples judged as asked": lambda source: number(show_mean(source, _JUDGED, ".1f", " %", is_share=True) or "–"),
         # the judge and the images are the same for all seeds
-        "real images": lambda source: number(show_mean(source, REAL, ".1f", " %").partition(" [")[0] or "–"),
+        "real images": lambda source: number(show_mean(source, _REAL, ".1f", " %").partition(" [")[0] or "–"),
         "measured on": lambda source: describe_origin([source]),
     }
     trained = report.results.require(
-        lambda source: source.most_seeds and HELD_OUT in source.metrics,
+        lambda source: source.most_seeds and _HELD_OUT in source.metrics,
         "no denoiser is trained yet",
         "repro generate --cell dit3_nano_digits --seeds 3",
     )
     best = keep_best(trained, lambda source: (alike(source), name(source)))
     blocks: list[str] = []
     for of_key in group_by(best, alike).values():
-        group = sorted(of_key, key=lambda each: each.metrics[HELD_OUT])
+        group = sorted(of_key, key=lambda each: each.metrics[_HELD_OUT])
         m = group[0].metrics
         size, sampling = m["image_size"], m["by_seed"][0]["sampling"]
+        judged = [run for source in group for run in source.metrics["by_seed"] if run.get(_JUDGED) is not None]
+        counts = " or ".join(map(str, sorted({run["judged_samples"] for run in judged})))
+        by_samples = f", and by {counts} samples of each seed" if counts else ""
         about = (
             f"Trained on {m['data']} at {size}×{size} pixels, {m['steps']:,} steps of {m['batch_size']} images, "
-            f"{describe_seeds(group)}; scored on the {m['held_out_images']} images of {m['split']}{_count_judged(group)}; "
+            f"{describe_seeds(group)}; scored on the {m['held_out_images']} images of {m['split']}{by_samples}; "
             f"samples by {sampling['steps']} steps of {sampling['sampler'].upper()} with guidance "
             f"{sampling['guidance']:g}."
         )
@@ -130,16 +133,9 @@ def list_denoisers(report: Report) -> str:
     return join(blocks)
 
 
-def _count_judged(group: Sequence[Source]) -> str:
-    counts = {
-        run["judged_samples"] for source in group for run in source.metrics["by_seed"] if run.get(JUDGED) is not None
-    }
-    return f", and by {' or '.join(map(str, sorted(counts)))} samples of each seed" if counts else ""
-
-
 def _compare(better: Source, worse: Source, name: Callable[[Source], str]) -> str:
     """Write a sentence on two held-out losses, paired by seed: both saw the same images with the same noise."""
-    losses = {name(source): source.by_seed(HELD_OUT) for source in (worse, better)}
+    losses = {name(source): source.by_seed(_HELD_OUT) for source in (worse, better)}
     pairs = compare_pairs(losses, [tuple(losses)], 0.0)
     said = f"{code(name(better))} against {code(name(worse))}"
     if not pairs:
