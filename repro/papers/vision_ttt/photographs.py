@@ -242,9 +242,9 @@ def count_trainings(report: Report) -> str:
 
 
 def _list_accuracies(models: Mapping[str, Model]) -> str:
-    rows = []
+    rows, grid = [], load_photographs()["search"]["rates"]
     for name, model in models.items():
-        row = [name, _show_rates(model.trials), len(model.trials), len(model.seeds)]
+        row = [name, _show_rates(model.trials, grid), len(model.trials), len(model.seeds)]
         if not model.seeds:
             rows.append([*row, *["–"] * 4])
             continue
@@ -259,13 +259,15 @@ def _list_accuracies(models: Mapping[str, Model]) -> str:
     return table([*header, "multiply-adds (M)", "core-hours"], rows)
 
 
-def _show_rates(trials: Mapping[float, float]) -> str:
-    """Show the best learning rate of a search, and those within `_TIE` of it."""
+def _show_rates(trials: Mapping[float, float], grid: Sequence[float]) -> str:
+    """Show the best learning rate of a search, whether a finished search ends with it, and those within `_TIE` of it."""
     if not trials:
         return "–"
     best = max(sorted(trials), key=lambda rate: trials[rate])
+    is_edge = set(trials) >= set(grid) and best in (min(grid), max(grid))
     close = [rate for rate in sorted(trials) if rate != best and trials[rate] > trials[best] - _TIE]
-    return ", ".join(f"{rate:g} ({trials[rate]:.2f})" for rate in (best, *close))
+    others = "".join(f", {rate:g} ({trials[rate]:.2f})" for rate in close)
+    return f"{best:g} ({trials[best]:.2f}{', the edge of the grid' if is_edge else ''}){others}"
 
 
 def _list_judged(question: Mapping[str, Any], judged: Sequence[Judged], ledger: Ledger) -> list[str]:

@@ -148,8 +148,15 @@ def test_seeds_that_cannot_be_compared_are_refused(tmp_path, changes):
 
 
 def test_rates_that_few_images_cannot_tell_apart_stand_beside_each_other():
-    shown = photographs._show_rates({5e-4: 40.0, 1e-3: 44.5, 2e-3: 45.0, 4e-3: 43.7})
-    assert shown == "0.002 (45.00), 0.001 (44.50)"
+    trials = {5e-4: 40.0, 1e-3: 44.5, 2e-3: 45.0, 4e-3: 43.7}
+    assert photographs._show_rates(trials, list(trials)) == "0.002 (45.00), 0.001 (44.50)"
+
+
+def test_the_best_rate_of_a_finished_search_may_be_at_the_edge_of_the_grid():
+    trials, grid = {1e-3: 40.0, 2e-3: 45.0}, [1e-3, 2e-3]
+    assert "edge" in photographs._show_rates(trials, grid)
+    assert "edge" not in photographs._show_rates(trials, [*grid, 4e-3])
+    assert "edge" not in photographs._show_rates({**trials, 4e-3: 40.0}, [*grid, 4e-3])
 
 
 def test_the_registered_rows_are_the_paper_s(ledger_of_paper):
