@@ -23,7 +23,7 @@ from tests.conftest import run_python
 
 
 def act(name, paths, minutes, began):
-    """The work of a step: what its name says."""
+    """The work of a step: what its name says. It notes its name and since when rows count."""
     match name:
         case "refuse":
             raise UserError("there is no such thing")
@@ -34,54 +34,53 @@ def act(name, paths, minutes, began):
         case "miss a package":
             importlib.import_module("package_of_nobody")
     with open(paths.root / "steps.txt", "a") as file:
-        file.write(f"{name}\n")
+        file.write(f"{name},{began}\n")
     return name != "run out of time"
+
+
+def read_steps(root):
+    """The names of the steps that were taken, and since when rows counted for each."""
+    return tuple(zip(*(line.split(",") for line in (root / "steps.txt").read_text().splitlines()), strict=True))
 
 
 def make_steps(*names):
     return tuple(CampaignStep(name, "a test", partial(act, name)) for name in names)
 
 
+@pytest.fixture
+def here(monkeypatch):
+    """Steps run in this process, which spares each the start of another; but for one that dies."""
+    apart = campaign._run_apart
+
+    def run(step, *given):
+        return apart(step, *given) if step.name == "die" else campaign._run(*given, step)[0]
+
+    monkeypatch.setattr(campaign, "_run_apart", run)
+
+
+@pytest.mark.usefixtures("here")
 def test_a_broken_step_costs_itself_alone(tmp_path, capfd):
     """A refusal, an error and a killed process; the step after them runs, and the end says which failed."""
     said = r"3 of 4 steps failed: refuse: there is no such thing; break down: ZeroDivisionError: .*; die: its"
     with pytest.raises(RunError, match=said):
         run_campaign(Paths(tmp_path), steps=make_steps("refuse", "break down", "die", "succeed"))
-    assert (tmp_path / "steps.txt").read_text() == "succeed\n"
+    assert read_steps(tmp_path)[0] == ("succeed",)
     assert "Traceback" not in capfd.readouterr().err
-
-
-@pytest.fixture
-def here(monkeypatch):
-    """Steps run in this process, which spares each the start of another."""
-    monkeypatch.setattr(campaign, "_run_apart", lambda step, *given: campaign._run(*given, step)[0])
 
 
 @pytest.mark.usefixtures("here")
 def test_a_step_that_is_complete_is_not_taken_again_until_all_are(tmp_path, monkeypatch):
-    """The second of three runs out of time once; then all is done, and the next call begins anew."""
+    """The second of three runs out of time once; then all is done, and the next call begins anew.
+
+    Rows of both calls of the first count since the same time.
+    """
     monkeypatch.setattr(campaign, "SHORTEST_S", 0.0)
     assert not run_campaign(Paths(tmp_path), steps=make_steps("first", "run out of time", "third"))
     steps = make_steps("first", "second", "third")
     assert run_campaign(Paths(tmp_path), steps=steps) and run_campaign(Paths(tmp_path), steps=steps)
-    taken = (tmp_path / "steps.txt").read_text().split("\n")
-    assert taken == ["first", "run out of time", "third", "second", "first", "second", "third", ""]
-
-
-def note(folder, paths, minutes, began):
-    """Note since when rows count; the first two calls are not complete."""
-    with open(folder / "began.txt", "a") as file:
-        file.write(f"{began}\n")
-    return len((folder / "began.txt").read_text().splitlines()) > 2
-
-
-@pytest.mark.usefixtures("here")
-def test_all_calls_of_a_campaign_are_told_one_time_since_which_rows_count(tmp_path):
-    steps = tuple(CampaignStep(name, "a test", partial(note, tmp_path)) for name in ("one", "another"))
-    assert not run_campaign(Paths(tmp_path), steps=steps)
-    assert run_campaign(Paths(tmp_path), steps=steps)
-    told = (tmp_path / "began.txt").read_text().splitlines()
-    assert len(told) == 4 and len(set(told)) == 1
+    names, began = read_steps(tmp_path)
+    assert names == ("first", "run out of time", "third", "second", "first", "second", "third")
+    assert len(set(began[:4])) == 1
 
 
 def test_a_step_without_its_package_is_named_and_no_failure(tmp_path, capsys):
@@ -91,25 +90,14 @@ def test_a_step_without_its_package_is_named_and_no_failure(tmp_path, capsys):
 
 
 def test_the_first_steps_answer_what_the_paper_claims():
-    """After a probe and checks, Vittt and DeiT are raced, eagerly and by graphs, and DeiT is compiled, before all else."""
+    """Vittt and DeiT are raced, eagerly and by graphs, and DeiT is compiled, before all else but a probe and checks."""
     names = [each.name for each in CAMPAIGN]
-    assert names[:4] == ["environment", "probe", "check of TTT-Linear", "first checks"]
-    assert names[4:6] == ["1280², batch 64", "1280², batch 64, graphs"] and len(names) == len(set(names))
-    for each, side in zip(CAMPAIGN[12:14], (1280, 224), strict=True):
-        params = SweepParams(**each.run.keywords).with_defaults("cuda")
-        ((row,),) = params.plan("cuda")
-        assert (row.model, row.attention, row.compile, row.image_size[0]) == (
-            "deit_tiny_patch16_224",
-            "fused",
-            True,
-            side,
-        )
-    for place, each in enumerate(CAMPAIGN[4:12]):
-        params = SweepParams(**each.run.keywords).with_defaults("cuda")
-        rows = {(row.model, row.attention, row.compile) for block in params.plan("cuda") for row in block}
-        vittt, deit = "vittt_tiny_patch16_224", "deit_tiny_patch16_224"
-        three = ((vittt, None), (deit, "fused"), (deit, "unfused"))
-        assert rows == {(name, kind, "graphs" if place % 2 else False) for name, kind in three}
+    assert names[2:5] == ["check of TTT-Linear", "first checks", "1280², batch 64"] and len(names) == len(set(names))
+    plans = [SweepParams(**each.run.keywords).with_defaults("cuda").plan("cuda") for each in CAMPAIGN[4:14]]
+    found = [{(row.model, row.attention, row.compile) for block in plan for row in block} for plan in plans]
+    vittt, deit = "vittt_tiny_patch16_224", "deit_tiny_patch16_224"
+    three = [{(vittt, None, how), (deit, "fused", how), (deit, "unfused", how)} for how in (False, "graphs")]
+    assert found == [*4 * three, *2 * [{(deit, "fused", True)}]]
 
 
 def test_no_step_takes_the_time_of_all_others(tmp_path, monkeypatch):
@@ -124,17 +112,17 @@ def test_no_step_takes_the_time_of_all_others(tmp_path, monkeypatch):
     assert given[2:] == [None, None]
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("here")
 def test_it_says_what_is_left(tmp_path, capsys, monkeypatch):
     """A step that runs out of time, and then no time for the next."""
     monkeypatch.setattr(campaign, "SHORTEST_S", 0.0)
     assert not run_campaign(Paths(tmp_path), 1.0, make_steps("run out of time", "succeed"))
     assert "call again for: run out of time\n" in capsys.readouterr().out
     monkeypatch.setattr(campaign, "SHORTEST_S", 3600.0)
-    assert not run_campaign(Paths(tmp_path), 1.0, make_steps("succeed", "run out of time"))
-    assert "call again for: succeed; run out of time\n" in capsys.readouterr().out
-    assert (tmp_path / "steps.txt").read_text() == "run out of time\nsucceed\n"
-    assert run_campaign(Paths(tmp_path), None, make_steps("succeed"))
+    assert not run_campaign(Paths(tmp_path), 1.0, make_steps("another", "run out of time"))
+    assert "call again for: another; run out of time\n" in capsys.readouterr().out
+    assert read_steps(tmp_path)[0] == ("run out of time", "succeed")
+    assert run_campaign(Paths(tmp_path), None, make_steps("another"))
     assert "done: every record is complete" in capsys.readouterr().out
 
 
@@ -143,7 +131,7 @@ def checkout(bare_checkout):
     return Paths(bare_checkout)
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("here")
 def test_without_a_gpu_each_step_that_needs_one_says_so(checkout):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
@@ -231,31 +219,38 @@ print("all")
 """
 
 
-_MEASURE_ROW = """
+_MEASURE = """
+import sys
 from repro.bench.speed import RowSpec, measure
+from repro.__main__ import main
+
 print(measure(RowSpec(model="vittt_nano_patch16_144", image_size=(32, 32), backend="torch", threads=1))["status"])
+for arguments, params in (("measure --help", "runtime: ["), ("prepare-data", "runtime: {data_roots: {}}")):
+    sys.argv = ["repro", *arguments.split()]
+    open("params.yaml", "w").write(params)
+    try:
+        main()
+    except SystemExit as ended:
+        print(arguments, ended.code)
 """
 
 
+def test_pydantic_dvc_mmseg_and_params_are_not_needed_to_measure(bare_machine):
+    """What needs pydantic says so in a line."""
+    done = run_python("-c", _MEASURE, cwd=bare_machine)
+    assert done.stdout.startswith("ok\n") and "--minutes" in done.stdout, done.stderr
+    assert "measure --help 0\n" in done.stdout and done.stdout.endswith("prepare-data 2\n")
+    assert " pydantic " in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("-c", _MEASURE_ROW), "ok"),
-        pytest.param(("-c", _IMPORT_ALL), "all", marks=pytest.mark.slow),
-        (("-m", "repro", "measure", "--help"), "--minutes"),
-        pytest.param(
-            ("-m", "repro", *"efficiency --res 32 --families deit --sizes T --device cpu".split()),
-            "1 rows in",
-            marks=pytest.mark.slow,
-        ),
+        (("-c", _IMPORT_ALL), "all"),
+        (("-m", "repro", *"efficiency --res 32 --families deit --sizes T --device cpu".split()), "1 rows in"),
     ],
 )
-def test_pydantic_dvc_mmseg_and_params_are_not_needed_to_measure(bare_machine, arguments, said):
+def test_nor_to_import_all_and_to_measure_a_sweep(bare_machine, arguments, said):
     done = run_python(*arguments, cwd=bare_machine)
     assert done.returncode == 0 and said in done.stdout, done.stderr
-
-
-def test_what_needs_pydantic_says_so_in_a_line(bare_machine):
-    (bare_machine / "params.yaml").write_text("runtime: {data_roots: {}}\n")
-    done = run_python("-m", "repro", "prepare-data", cwd=bare_machine)
-    assert done.returncode == 2 and " pydantic " in done.stderr and done.stderr.count("\n") == 1

@@ -41,7 +41,7 @@ def test_crossover_by_hand(ends, expected):
     assert crossover(ends) == expected
 
 
-@pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("power", [0.5, 2.0])
 def test_exponent_of_a_power_law(power):
     assert exponent({side: 3 * (side**2) ** power for side in (128, 300, 1280)}) == pytest.approx(power)
     assert exponent({128: 1.0}) is None

@@ -101,7 +101,7 @@ def test_an_operator_that_cannot_be_counted_is_an_error(operation, named):
         operation(torch.ones(1, 3, 8, 8, device="meta"))
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_gradients_of_grouped_convolutions(groups, transposed):
     """By hand: an output position of a 4 -> 8 channel convolution (transposed: an input's) meets 3x3 taps."""

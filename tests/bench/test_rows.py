@@ -2,7 +2,6 @@
 
 import csv
 import dataclasses
-import math
 from unittest.mock import Mock
 
 import pytest
@@ -65,11 +64,8 @@ def make_specs(*sides, **changes):
     return [RowSpec(model=m, attention=a, image_size=(side, side), **changes) for side, m, a in pairs]
 
 
-def measure_rows(specs, sheet, budget_s=math.inf, **how):
-    """What was left out."""
-    schedule = make_schedule(specs, budget_s)
-    module.measure_rows(specs, sheet, schedule, **how)
-    return schedule.left_out
+def measure_rows(specs, sheet, **how):
+    module.measure_rows(specs, sheet, make_schedule(specs), **how)
 
 
 def measure_pairs(specs, sheet):
@@ -101,22 +97,6 @@ def test_a_new_measurement_replaces_all_runs_of_the_old_one_and_nothing_else(mea
     measure_rows(make_specs(32), fresh)
     runs = [(row["image_size"][0], row["run"]) for row in read_rows(fresh.path)]
     assert sorted(runs) == [*[(32, 1)] * 2, *[(64, 1)] * 2, *[(64, 2)] * 2]
-
-
-def test_each_run_has_a_row(measured, open_sheet):
-    for run in (1, 2, 2):
-        measure_rows(make_specs(32), open_sheet(), run=run)
-    assert measured.specs == 2 * make_specs(32)
-    assert [(row["run"], row["device"]) for row in read_rows(open_sheet().path)] == [
-        (run, "cpu: made up") for run in (1, 2, 1, 2)
-    ]
-
-
-def test_what_does_not_fit_is_left_out(measured, sheet):
-    """Starting a process takes no time here, and a second of warm-up is expected of each of two rows."""
-    specs = make_specs(32, 64)
-    assert measure_rows(specs, sheet, budget_s=1.5) == specs[2:]
-    assert [spec.image_size for spec in measured.specs] == 2 * [(32, 32)]
 
 
 def test_a_row_that_was_stopped_is_no_row(measured, sheet, monkeypatch):
@@ -178,11 +158,6 @@ def test_the_share_of_a_copy_is_measured_once_of_a_family_with_an_operator_and_s
     measure_rows(specs, sheet, find_share=find_share)
     assert [row["op_share_of_copy_percent"] for row in read_rows(sheet.path)] == [7.0, None, 7.0, None]
     assert asked == ["vim"]
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(None, ""), (59.4, ", 59 s left"), (150.0, ", at most 2 min left")])
-def test_remaining_time(seconds, text):
-    assert module.format_remaining(seconds) == text
 
 
 def test_the_file_says_what_was_measured(measured, sheet):

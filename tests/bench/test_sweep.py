@@ -65,7 +65,7 @@ def test_a_schedule_leaves_out_whole_image_sizes_that_do_not_fit():
     ]
 
 
-@pytest.mark.parametrize("limit_s", [5, 20, 60, 100, 200, 400, 1000, 3000, 6000, 200000])
+@pytest.mark.parametrize("limit_s", [5, 60, 400, 3000, 200000])
 @pytest.mark.parametrize("growth", [0.5, 1.0, 2.0])
 def test_the_limit_is_kept_to_a_quarter(limit_s, growth):
     """Of models whose time grows otherwise than their multiply-adds."""
@@ -108,12 +108,6 @@ def test_a_model_without_a_row_is_expected_to_be_as_slow_as_the_slowest():
     assert schedule.expect(make_spec(16, "c")) == pytest.approx(6 + 12 * 1.3 * 0.2)
     schedule.note(make_spec(16, "c"), {"status": "oom"})  # and as it fails early, only its process counts
     assert schedule.expect(make_spec(32, "c")) == 6
-
-
-def test_a_schedule_without_a_limit_measures_everything():
-    specs, clock = [make_spec(side) for side in (16, 64, 32)], Mock(return_value=0.0)
-    schedule = RowSchedule(lambda spec: 1.0, clock=clock)
-    assert drive(schedule, clock, lambda spec: 500.0, specs) == specs and not schedule.left_out
 
 
 def test_rows_of_an_earlier_call_tell_what_is_left():

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 import triton
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 
 from kernels.around import triton_bwd as around_bwd
 from kernels.around import triton_fwd as around_fwd
@@ -79,7 +80,32 @@ class Compilation:
         }
 
     def compile(self, target: int) -> Any:
-        """What Triton compiles for sm_`target`. Pointers count as aligned to 16 bytes."""
+        """What Triton compiles for sm_`target`."""
+        return triton.compile(
+            self.make_source(), target=GPUTarget("cuda", target, 32), options=compiler_options(self.config)
+        )
+
+    def lower(self, target: int, last: str) -> tuple[Any, dict[str, Any]]:
+        """The code for sm_`target` after a stage of Triton's, such as ttir, and what is known then, such as `shared`.
+
+        The stages after it, to the machine code, take most of the time.
+        """
+        source, gpu = self.make_source(), GPUTarget("cuda", target, 32)
+        backend, context = make_backend(gpu), ir.context()
+        options = backend.parse_options(compiler_options(self.config))
+        ir.load_dialects(context)
+        backend.load_dialects(context)
+        made = backend.get_codegen_implementation(options), backend.get_module_map()
+        code, known, stages = source.make_ir(gpu, options, *made, context), {"target": gpu, **vars(options)}, {}
+        backend.add_stages(stages, options, source.language)
+        for name, run in stages.items():
+            code = run(code, known)
+            if name == last:
+                break
+        return code, known
+
+    def make_source(self) -> ASTSource:
+        """The kernel with the types of its arguments. Pointers count as aligned to 16 bytes."""
         names = self.kernel.arg_names
         constants = {**self.constants, **self.config.kwargs}
         pointers = [name for name in names if name.endswith("_ptr")]
@@ -92,8 +118,7 @@ class Compilation:
         multiples = [*pointers, *(name for name in names if types[name].endswith(":16"))]
         attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in multiples}
         signature = {name: types[name].removesuffix(":16") for name in names}
-        source = ASTSource(fn=self.kernel, signature=signature, constexprs=places, attrs=attributes)
-        return triton.compile(source, target=GPUTarget("cuda", target, 32), options=compiler_options(self.config))
+        return ASTSource(fn=self.kernel, signature=signature, constexprs=places, attrs=attributes)
 
 
 def disassemble(cubin: bytes) -> str:

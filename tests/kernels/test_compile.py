@@ -21,9 +21,7 @@ from tests.slow import slow
 
 NAMES = [name for each in KERNELS.values() for name in each.table]
 # compiled by `make test` too; all others, which take minutes, by `make test-all`
-QUICK = {
-    (name, 90, "bf16") for name in ("ttt_linear_backward_back", "selective_scan_backward", "bi_wkv_backward_segments")
-}
+QUICK = {(name, 90, "bf16") for name in ("ttt_linear_backward_back", "bi_wkv_backward_segments")}
 EVERY = [each if each in QUICK else slow(*each) for each in itertools.product(NAMES, compiled.TARGETS, DTYPES)]
 
 
@@ -46,7 +44,7 @@ def spills(found):
 def test_the_state_s_gradient_is_read_after_a_barrier():
     """Between groups it waits in memory, where one thread reads what another wrote."""
     one = KERNELS["ttt_linear"].compilation("ttt_linear_backward_back", "bf16")
-    words = re.findall(r"tt\.store|barrier", one.compile(90).asm["ttir"])
+    words = re.findall(r"tt\.store|barrier", str(one.lower(90, "ttir")[0]))
     # dW0 and db0, then what is written once, behind the loop: dgamma, dmu and dscale
     assert words[-6:] == ["tt.store", "tt.store", "barrier", *["tt.store"] * 3]
 
@@ -101,21 +99,6 @@ def test_the_selective_scan_exchanges_little_between_threads(kernel):
         assert each["registers"] <= 240
 
 
-@pytest.mark.slow
-def test_a_thread_of_the_selective_scan_has_all_states_of_its_channel():
-    def find_loops(kernel):
-        return next(each["loops"] for sizes, each in compile_defaults(kernel, 90, "bf16") if sizes["state_dim"] == 16)
-
-    (whole, *_), (segment, *_) = map(find_loops, ("selective_scan_forward", "selective_scan_forward_segments"))
-    assert whole["SHFL"] <= 8  # they exchange the layout of loaded rows
-    # the state that a segment starts from comes in the layout of the decays, else exchanged at every token
-    assert segment["instructions"] <= 1.05 * whole["instructions"] and segment["BAR"] == whole["BAR"]
-    # backward, a token has three sums over states, two steps for each of four values a thread, and two over channels,
-    # three steps each
-    most = max(loop["SHFL"] for loop in find_loops("selective_scan_backward"))
-    assert most == scan_bwd.span(16) * (3 * 4 * 2 + 2 * 4 * 3)
-
-
 @pytest.mark.parametrize(
     "kernel", [each if each == "bi_wkv_backward_segments" else slow(each) for each in KERNELS["bi_wkv"].table]
 )
@@ -123,14 +106,6 @@ def test_a_channel_of_bi_wkv_is_one_thread_s(kernel):
     for _, found in compile_defaults(kernel, 90, "bf16"):
         assert found["loops"] and found["registers"] <= 128
         assert sum(loop[kind] for loop in found["loops"] for kind in ("BAR", "SHFL")) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", KERNELS["ms_deform_attn"].table)
-def test_deformable_attention_has_one_loop_for_each_stretch_of_the_order_or_each_level(kernel):
-    for _, found in compile_defaults(kernel, 90, "bf16"):
-        assert len(found["loops"]) == (2 if kernel.endswith("value") else 3)
-        assert found["registers"] <= 128 and found["shared_bytes"] <= 2048
 
 
 def test_instructions_and_loops_are_read_from_a_listing():
@@ -165,18 +140,14 @@ def test_configs_differ(name):
         assert all(a != b for a, b in itertools.combinations(candidates, 2)), candidates
 
 
-# the widths of ViT-Adapters, the widest that there may be, and one that is no power of two
+# the widest that there may be, and one that is no power of two
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kernel", "dtype", "target", "options"),
-    [
-        slow("ms_deform_attn_forward", "fp32", 80, {"head_dim": 256}),
-        ("ms_deform_attn_backward_points", "bf16", 90, {"head_dim": 64}),
-        slow("ms_deform_attn_backward_value", "fp16", 80, {"head_dim": 48}),
-    ],
+    ("kernel", "dtype", "width"),
+    [("ms_deform_attn_forward", "fp32", 256), ("ms_deform_attn_backward_value", "fp16", 48)],
 )
-def test_it_compiles_without_spills(kernel, dtype, target, options):
-    found = find_kernels(kernel).compilation(kernel, dtype, **options).read(target)
-    assert found["loops"] and spills(found) == (0, 0, 0)
+def test_other_widths_compile_without_spills(kernel, dtype, width):
+    assert spills(find_kernels(kernel).compilation(kernel, dtype, head_dim=width).read(80)) == (0, 0, 0)
 
 
 # (D, chunk size): all kinds of tiles, the largest in two-byte elements included
@@ -192,14 +163,14 @@ def test_it_compiles_without_spills(kernel, dtype, target, options):
 def test_shared_memory_of_other_sizes_is_what_the_table_says(kernel, dtype, width, chunk_size):
     """In two-byte elements it fits 99 KiB, the smallest GPUs'; `SHARED_KIB` has fp32's backward pass."""
     one = KERNELS["ttt_linear"].compilation(kernel, dtype, chunk_size=chunk_size, width=width)
-    found = one.read(89)["shared_bytes"]
+    found = one.lower(89, "llir")[1]["shared"]
     needed = dtype == "fp32" and kernel.endswith("backward") and triton_fwd.SHARED_KIB.get((width, chunk_size))
     assert -(-found // 1024) == needed if needed else found <= 99 * 1024
 
 
-@pytest.mark.parametrize(("shared_kib", "backend"), [(99, "torch"), (163, "torch"), (227, "triton")])
+@pytest.mark.parametrize(("shared_kib", "backend"), [(99, "torch"), (227, "triton")])
 def test_sizes_that_do_not_fit_a_device_run_on_torch(monkeypatch, shared_kib, backend):
-    """An Ada, an Ampere and a Hopper card: D 128 with chunks of 32 in fp32 needs 200 KiB."""
+    """An Ada and a Hopper card: D 128 with chunks of 32 in fp32 needs 200 KiB."""
     card = SimpleNamespace(name="a card", major=8, minor=9, shared_memory_per_block_optin=shared_kib * 1024)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
@@ -226,7 +197,7 @@ def test_the_product_reads_x_once():
         assert read == rows
 
 
-@pytest.mark.parametrize("kernel", ["scan_convs_forward", slow("scan_convs_backward"), "gated_norm_forward"])
+@pytest.mark.parametrize("kernel", ["scan_convs_forward", slow("scan_convs_backward"), slow("gated_norm_forward")])
 def test_slices_are_loaded_by_sixteen_bytes(kernel):
     """Their rows are multiples of 16 numbers apart, as `Constants.in_weight` has them. Single ones are not loaded."""
     found = load_widths(find_kernels(kernel).compilation(kernel, "bf16"))

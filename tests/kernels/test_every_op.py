@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from kernels.decompositions import DECOMPOSITIONS
@@ -105,14 +104,16 @@ EVERY_SIZE = [
 
 @pytest.mark.parametrize(("cases", "sizes"), EVERY_SIZE)
 def test_output_and_every_gradient_against_fp64(cases, sizes):
-    """At ragged and special sizes, in every dtype, with memory full of NaN; results have the dtypes of the inputs."""
+    """At ragged and special sizes, with memory full of NaN; results have the dtypes of the inputs. Low precision is
+    computed in fp32, so the usual size alone is tried in every dtype.
+    """
     if INTERPRETED:
         rows = [check.compare(cases, "", sizes, dtype, seeds=[0]) for dtype in ("fp32", "fp16")]
         assert all(row["passed"] for row in rows), [row for row in rows if not row["passed"]]
         return
     inputs, want = check.draw_case(cases, sizes, 0)
-    dtypes = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-    for backend, dtype in itertools.product(cases.CPU_BACKENDS, dtypes):
+    low = (torch.float16, torch.bfloat16) if sizes is cases.TYPICAL else ()
+    for backend, dtype in itertools.product(cases.CPU_BACKENDS, (torch.float64, torch.float32, *low)):
         if (backend, dtype, getattr(sizes, "head_dim", 0)) == ("numba", torch.float64, 64):
             continue  # which numba compiles for long; `test_gradcheck` and `test_ttt_linear.py` have fp64 at 16 and 20
         given = cases.cast(inputs, dtype)
@@ -130,7 +131,7 @@ SCANS = {name: cases for name, cases in OPERATORS.items() if get_operation(name)
 SCANNED = [
     pytest.param(name, sizes, id=f"{name}-{i}")
     for name, cases in SCANS.items()
-    for i, sizes in enumerate([*cases.ragged, *(case.sizes for case in list_special(cases))])
+    for i, sizes in enumerate([*cases.ragged[::2], *(case.sizes for case in list_special(cases))])
 ]
 
 
@@ -179,24 +180,8 @@ def test_compiles_to_one_graph(cases, dynamic, backend):
         assert torch.equal(compiled(*inputs), function(*inputs))
 
 
-@once
-def test_exports_without_the_custom_op(cases):
-    """With the reference backend, to a graph of plain operations."""
-
-    class Layer(torch.nn.Module):
-        def forward(self, *inputs):
-            return operator(cases, "reference")(*inputs)
-
-    inputs = tuple(x.detach() for x in draw(cases, torch.float32)[0])
-    exported = torch.export.export(Layer(), inputs)
-    assert not any(str(node.target).startswith("vision_ttt") for node in exported.graph.nodes)
-    torch.testing.assert_close(exported.module()(*inputs), Layer()(*inputs))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_autocast_does_not_reach_inside(cases, dtype, any_backend):
-    """Also where a layer gives activations in fp16 and parameters in fp32: each gradient has the dtype of its input."""
-    inputs, _ = draw(cases, dtype)
+def test_autocast_does_not_reach_inside(cases, any_backend):
+    inputs, _ = draw(cases, torch.float32)
     function = operator(cases, any_backend)
     expected = differentiate(function, inputs)
     with torch.autocast("cpu", torch.float16):
@@ -205,7 +190,6 @@ def test_autocast_does_not_reach_inside(cases, dtype, any_backend):
     with torch.autocast("cpu", torch.float16, enabled=any_backend != "reference"):
         gradients = torch.autograd.grad(out.square().sum(), inputs)
     assert_equal((out, *gradients), expected)
-    assert [x.dtype for x in (out, *gradients)] == [dtype, *(x.dtype for x in inputs)]
 
 
 def test_parameters_in_low_precision(cases, backend):
@@ -220,15 +204,6 @@ def test_parameters_in_low_precision(cases, backend):
 
 
 @once
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing(cases, reentrant, backend):
-    inputs, _ = draw(cases)
-    _, *expected = differentiate(operator(cases, backend), inputs)
-    checkpoint(operator(cases, backend), *inputs, use_reentrant=reentrant).square().sum().backward()
-    assert_equal([x.grad for x in inputs], expected)
-
-
-@once
 def test_only_the_gradients_that_are_wanted(cases, backend):
     inputs, _ = draw(cases)
     _, *expected = differentiate(operator(cases, backend), inputs)
@@ -240,41 +215,33 @@ def test_only_the_gradients_that_are_wanted(cases, backend):
     assert not operator(cases, backend)(*(x.detach() for x in inputs)).requires_grad
 
 
-def test_without_a_gradient_nothing_is_kept(cases, monkeypatch, backend):
-    """And the output is the same."""
-    op, asked = cases.op.CUSTOM_OP, []
-    if not op.kept:
-        pytest.skip("it never keeps anything but its inputs")
-    sizes, forward = cases.ragged[-1], op.forward
+def test_what_is_kept_for_a_backward_pass(cases, monkeypatch, backend):
+    """Its inputs and what is named alone, by the storages that autograd holds; without a gradient no states."""
+    op, sizes, held, asked = cases.op.CUSTOM_OP, cases.ragged[-1], {}, []
     inputs, _ = draw(cases, torch.float32, sizes)
-    arguments = cases.arguments([x.detach() for x in inputs], sizes)
-    (kept, _), (out, states) = (forward(*arguments, backend, keep) for keep in (True, False))
-    assert torch.equal(out, kept) and states.numel() == 0
-    compute = op._compute
-    monkeypatch.setattr(op, "_compute", lambda *values: asked.append(values[-1]) or compute(*values))
-    operator(cases, backend, sizes)(*inputs)
-    operator(cases, backend, sizes)(*(x.detach() for x in inputs))
-    with torch.no_grad():
-        operator(cases, backend, sizes)(*inputs)
-    assert asked == [True, False, False]
-
-
-def test_a_backward_pass_keeps_its_inputs_and_what_is_named_alone(cases, backend):
-    """By the storages that autograd holds; `states_shape` says how large the states are."""
-    op, held = cases.op.CUSTOM_OP, {}
-    sizes = cases.ragged[-1]
-    inputs, _ = draw(cases, torch.float32, sizes)
+    plain, run = [x.detach() for x in inputs], operator(cases, backend, sizes)
 
     def keep(x):
         held[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        out = operator(cases, backend, sizes)(*inputs)
+        out = run(*inputs)
     for x in inputs:
         held.pop(x.untyped_storage().data_ptr(), None)
-    results = run_forward(op, cases.arguments([x.detach() for x in inputs], sizes), backend)
+    results = run_forward(op, cases.arguments(plain, sizes), backend)
     assert out.requires_grad and sorted(held.values()) == sorted(results[name].nbytes for name in op.kept)
+    if not op.kept:
+        return
+    alone, states = op.forward(*cases.arguments(plain, sizes), backend, False)
+    assert torch.equal(alone, out) and states.numel() == 0
+    compute = op._compute
+    monkeypatch.setattr(op, "_compute", lambda *values: asked.append(values[-1]) or compute(*values))
+    run(*inputs)
+    run(*plain)
+    with torch.no_grad():
+        run(*inputs)
+    assert asked == [True, False, False]
 
 
 @once
@@ -307,7 +274,6 @@ LAYOUTS = {
     "a part of wider rows": lambda x: torch.stack([x, -x], -1)[..., 0],
     "transposed": lambda x: x.movedim(0, -1).contiguous().movedim(-1, 0),
     "expanded": lambda x: x[:1].expand_as(x),
-    "every second of more rows": lambda x: x.repeat_interleave(2, 0)[::2],
 }
 
 
@@ -343,19 +309,14 @@ def test_images_are_apart(cases, any_backend):
 
 def test_choice_of_a_backend(cases):
     """What a mistake says is in `wrong_arguments`."""
-    select = cases.select
     # also under the interpreter, which is slow
-    assert select("auto", cases.SMALL, torch.float32, "cpu") == cases.CPU_BACKENDS[0]
-    assert select("torch", cases.SMALL, torch.float32, torch.device("cpu")) == "torch"
-    assert select("reference", cases.SMALL, torch.float32, "cpu") == "reference"
-    if INTERPRETED:
-        assert select("triton", cases.SMALL, torch.float32, "cpu") == "triton"
-        return
-    # asked of a GPU that need not exist
-    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        expected = "torch" if dtype == torch.float64 else "triton"
-        assert select("auto", cases.TYPICAL, dtype, "cuda") == expected
-        assert select("torch", cases.TYPICAL, dtype, "cuda") == "torch"
+    assert cases.select("auto", cases.SMALL, torch.float32, "cpu") == cases.CPU_BACKENDS[0]
+    for asked in ("torch", "reference", *BACKENDS[:INTERPRETED]):
+        assert cases.select(asked, cases.SMALL, torch.float32, "cpu") == asked
+    if not INTERPRETED:  # asked of a GPU that need not exist
+        for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+            expected = "torch" if dtype == torch.float64 else "triton"
+            assert cases.select("auto", cases.TYPICAL, dtype, "cuda") == expected
 
 
 # operator, changed sizes, the backend that is asked for and where, and the one that runs or why it cannot
@@ -419,9 +380,8 @@ def wrong_arguments(cases, inputs):
             continue
         shape = (len(x) + 1, *x.shape[1:])
         yield f"shape of {name}", {name: x.new_zeros(shape)}, ValueError, f"{name} has shape {shape}, expected "
-        for wrong, said in ((x.double(), "fp64"), (x.half(), "fp16")):
-            message = f"{name} is {said}, expected fp32 beside {leading} in fp32"
-            yield f"{said} {name}", {name: wrong}, TypeError, message
+        message = f"{name} is fp16, expected fp32 beside {leading} in fp32"
+        yield f"dtype of {name}", {name: x.half()}, TypeError, message
         meta = f"{name} is on meta, expected {leading}'s device cpu"
         yield f"device of {name}", {name: x.to("meta")}, ValueError, meta
 

@@ -17,7 +17,7 @@ INPUTS = CASES.INPUTS
 SIZES = [
     ((1, 1, 1, 1, 1), 1, ((1, 1),)),
     ((2, 13, 3, 1, 3), 5, ((4, 3),)),
-    ((2, 5, 2, 3, 4), 16, ((4, 6), (2, 3), (1, 2))),
+    ((1, 5, 2, 3, 4), 16, ((4, 6), (2, 3), (1, 2))),
     ((1, 7, 1, 4, 2), 3, ((1, 5), (4, 1), (2, 2), (1, 1))),
 ]
 
@@ -126,16 +126,15 @@ def test_a_sample_has_its_share_of_every_pixel(backend):
 
 
 @once
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiles_with_sizes_from_an_image(dynamic):
-    """To one graph, with the levels' sizes taken from a tensor's shape, as a model takes them."""
+def test_compiles_with_sizes_from_an_image():
+    """To one graph of any size, with the levels' sizes taken from a tensor's shape, as a model takes them."""
 
     def loss(image, value, locations, weights):
         h, w = image.shape
         return ms_deform_attn(value, ((h, w), (2, 2)), locations, weights).square().sum()
 
     torch.compiler.reset()
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=True)
     for batch, queries, sides in ((1, 7, (3, 4)), (2, 9, (5, 3))):
         drawn = draw_points(0, (sides, (2, 2)), (batch, queries, 2, 2, 2), 3)
         image, inputs = torch.empty(sides), [x.float().requires_grad_() for x in drawn[:-1]]

@@ -106,7 +106,7 @@ def test_no_offset_overflows(name, kernel, options):
     largest = LARGEST
     if name == "bi_wkv" and one.constants.get("SEGMENT") == 0:  # a longer sequence is cut
         largest = LARGEST | {"T": next(tokens for tokens in range(1, TOKENS) if count_segments(tokens + 1) > 1)}
-    assert find_overflows(one.compile(90).asm["ttir"], programs, largest) == []
+    assert find_overflows(str(one.lower(90, "ttir")[0]), programs, largest) == []
 
 
 def test_routes_of_the_selective_scan_that_lie_too_far_apart_are_copied():

@@ -24,8 +24,8 @@ BACKENDS = pytest.mark.parametrize("backend", ["torch", "numba", "reference"])
 FASTER = pytest.mark.parametrize("backend", ["torch", "numba"])
 
 
-def draw_one(tokens, chunk_size, heads=2, batch=2, head_dim=20):
-    """The nine arguments of `ttt_linear`, fp64, of heads of 20, no multiple of a vector."""
+def draw_one(tokens, chunk_size, heads=2, batch=2, head_dim=16):
+    """The nine arguments of `ttt_linear`, fp64; numba compiles another width of heads for half a minute."""
     sizes = Sizes(batch=batch, tokens=tokens, heads=heads, head_dim=head_dim, chunk_size=chunk_size)
     return one_direction(draw(0, sizes)[:-1])
 
@@ -43,7 +43,7 @@ def test_official_release(case, backend):
 
 @pytest.mark.parametrize("inner", ["ln", "plain"])
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("chunk", [1, 4, 21, 30])
+@pytest.mark.parametrize("chunk", [1, 4, 30])
 def test_it_is_the_primal_form_of_each_image_and_head(chunk, reverse, inner):
     """A state for every token, with gradients by autograd; `tests/papers/vision_ttt` has the theorems."""
     q, k, v, lr, scale, *state = draw_one(21, chunk, head_dim=8)
@@ -82,21 +82,21 @@ def test_tokens_that_are_alike(tokens, chunk_size, backend):
 @pytest.mark.parametrize(
     "changed",
     [
-        *({"chunk_size": n, "reverse": (back,)} for n, back in ((1, False), (7, True), (23, False), (40, True))),
+        *({"chunk_size": n, "reverse": (back,)} for n, back in ((7, True), (40, False))),
         # segments of unequal lengths, and of a single chunk
         *({"batch": 1, "tokens": 290, "chunk_size": chunk_size} for chunk_size in (1, 150)),
     ],
     ids=str,
 )
 def test_one_direction_any_chunk_size_and_segments(changed, backend):
-    sizes = Sizes(**{"batch": 2, "tokens": 23, "heads": 2, "head_dim": 20} | changed)
+    sizes = Sizes(**{"batch": 2, "tokens": 23, "heads": 2, "head_dim": 16} | changed)
     errors = find_errors(cases, draw(0, sizes), sizes, backend)
     assert max(errors.values()) < 1e-9, errors
 
 
 @BACKENDS
 def test_both_directions_are_two_single_calls(backend):
-    inputs = draw(0, Sizes(batch=2, tokens=19, heads=2, head_dim=20, chunk_size=4))[:-1]
+    inputs = draw(0, Sizes(batch=2, tokens=19, heads=2, head_dim=16, chunk_size=4))[:-1]
     out = ttt_linear_bidir(*inputs, chunk_size=4, backend=backend)
     for r in (0, 1):
         single = ttt_linear(*one_direction(inputs, r), chunk_size=4, reverse=r == 1, backend=backend)
@@ -117,7 +117,7 @@ def test_nan_goes_forward_only(name, backend):
 @pytest.mark.parametrize(("tokens", "chunk_size"), [(37, 16), (5, 8)], ids=["ragged", "one short chunk"])
 def test_flops_equal_those_of_the_reference(tokens, chunk_size):
     """PyTorch counts the matrix products that the reference and autograd run, forward and backward."""
-    sizes = Sizes(batch=2, tokens=tokens, heads=3, head_dim=20, chunk_size=chunk_size)
+    sizes = Sizes(batch=2, tokens=tokens, heads=3, head_dim=16, chunk_size=chunk_size)
     inputs = [x.requires_grad_() for x in draw(0, sizes)[:-1]]
     forward, both = (count_work(cases, sizes, passes)[1] for passes in (FORWARD, BOTH_PASSES))
     with FlopCounterMode(display=False) as counter:
@@ -141,7 +141,7 @@ def attend(q, k, v, lr, c, W0, chunk_size, reverse):
 @pytest.mark.parametrize("form", ["recurrent", "parallel"])
 @pytest.mark.parametrize("loss", ["mse", "dot"])
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize(("T", "chunk_size"), [(1, 1), (1, 4), (5, 16), (23, 5), (33, 4), (40, 4), (65, 16), (128, 8)])
+@pytest.mark.parametrize(("T", "chunk_size"), [(1, 1), (5, 16), (33, 4), (40, 8)])
 def test_the_plain_learner_is_the_plain_reference_or_a_masked_attention(T, chunk_size, reverse, loss, form):
     """With the squared error, and with the dot product: output and gradients."""
     inputs = [x.requires_grad_() for x in draw_one(T, chunk_size, heads=3, head_dim=6)[:6]]
@@ -153,7 +153,7 @@ def test_the_plain_learner_is_the_plain_reference_or_a_masked_attention(T, chunk
         assert relative_error(found, expected, 1.0) < 1e-10
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 7, 8])
+@pytest.mark.parametrize("count", [0, 1, 7, 8])
 def test_maps_are_composed_in_their_order(count):
     maps, shifts, start = (torch.randn(2, n, 3, 3, dtype=torch.float64) for n in (count, count, 1))
     states = [start[:, 0]]

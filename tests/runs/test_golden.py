@@ -6,7 +6,7 @@ from repro.core.config import load_yaml
 from repro.core.paths import find_root
 from repro.core.record import read_json
 from repro.runs import golden
-from tests.slow import slow
+from tests.slow import first, slow
 
 CASES = golden.read_cases()
 PATHS = find_root()
@@ -22,28 +22,27 @@ def scratch():
         yield root
 
 
+def read_kept(family):
+    return read_json(golden.folder_of(PATHS) / f"{family}.json")
+
+
+@pytest.mark.parametrize("every", [False, slow(True)])
 @pytest.mark.parametrize("family", CASES["families"])
-def test_values_hold(family):
-    ((_, found),) = golden.run_families(PATHS, [family])
-    assert golden.compare_lines(family, found, read_json(golden.folder_of(PATHS) / f"{family}.json")) == []
+def test_values_hold(scratch, family, every):
+    """Of a family's model with each setting of a training; and with every option, which `tests/models` has too."""
+    lines, kept = golden.list_lines(CASES, family), read_kept(family)
+    assert lines.keys() == kept.keys()
+    own = lines["base"][1]["options"]
+    chosen = {name: line for name, line in lines.items() if every or line[1]["options"] == own}
+    found = {name: golden.train_line(scratch, name, *line) for name, line in chosen.items()}
+    assert golden.compare_lines(family, found, {name: kept[name] for name in chosen}) == []
 
 
-@pytest.mark.parametrize(
-    ("family", "line"),
-    [
-        ("vittt", "base"),
-        ("vim", "base"),
-        ("vrwkv", "base"),
-        ("vmamba", "base"),
-        ("mambavision", "base"),
-        *(slow("vittt", line) for line in CASES["families"]["vittt"]["lines"] if line != "base"),
-    ],
-)
-def test_the_torch_backend_agrees(scratch, family, line):
-    task, section = golden.list_lines(CASES, family)[line]
-    found = golden.train_line(scratch, line, task, section, lambda job: job.task.model.set_backend("torch"))
-    kept = read_json(golden.folder_of(PATHS) / f"{family}.json")[line]
-    assert golden.compare_lines(family, {line: found}, {line: kept}) == []
+@pytest.mark.parametrize("family", first(["vim", "vittt", "vrwkv", "vmamba", "mambavision"]))
+def test_the_torch_backend_agrees(family):
+    """With the values in results/golden, which are of numba's loops."""
+    ((_, found),) = golden.run_families(PATHS, [family], lambda job: job.task.model.set_backend("torch"))
+    assert golden.compare_lines(family, found, read_kept(family)) == []
 
 
 def list_turned():
@@ -135,7 +134,7 @@ def test_a_planted_fault_moves_a_line_by_five_tolerances(scratch, fault):
     line, changes = FAULTS[fault]
     task, section = golden.list_lines(CASES, "vittt")[line]
     found = golden.train_line(scratch, "fault", task, golden._merge(section, changes))
-    kept = read_json(golden.folder_of(PATHS) / "vittt.json")[line]
+    kept = read_kept("vittt")[line]
     allowed = golden.find_tolerances("vittt", line)
     moved = golden.measure_differences(found, kept)
     assert max(moved[part] / allowed[part] for part in golden.PARTS) > 5, moved

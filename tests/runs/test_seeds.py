@@ -217,23 +217,15 @@ def test_seeds_that_are_missing_leave_no_record_and_are_named(collected):
 @pytest.mark.parametrize(
     ("seed", "change", "named"),
     [
-        (0, {"params_hash": "0" * 16}, "params_hash"),
-        (1, {"params_hash": None}, "params_hash"),
-        (0, {"data_hash": "0" * 16}, "data_hash"),
-        (1, {"data_hash": ""}, "data_hash"),
+        (0, {"params_hash": None}, "params_hash"),
+        (1, {"data_hash": "0" * 16}, "data_hash"),
         (0, {"top1_percent": 87.5}, "top1_percent"),
-        (1, {"top1_percent": float(10**300)}, "top1_percent"),
-        (1, {"top1_percent": "62.5"}, "top1_percent"),
+        (1, {"top1_percent": float("nan")}, "top1_percent"),
         (0, {"hits": pack_hits([True] * 8)}, "hits"),
         (0, {"hits": "A"}, "hits"),
         (1, {"images": 0}, "images"),
-        (1, {"images": 7}, "top1_percent"),
-        (0, {"top1_percent": float("nan")}, "top1_percent"),
-        (1, {"train_loss": float("inf")}, "train_loss"),
         (0, {"device": {}}, "device"),
-        (0, {"versions": None}, "versions"),
         (0, {"epochs": "2"}, "epochs"),
-        (1, {"core_hours": None}, "core_hours"),
     ],
 )
 def test_a_file_of_another_training_or_spoiled_is_refused_and_named(collected, seed, change, named):
@@ -245,7 +237,7 @@ def test_a_file_of_another_training_or_spoiled_is_refused_and_named(collected, s
     assert bytes_of(collected.folder) == before
 
 
-@pytest.mark.parametrize("text", ["[]", "7", "{}", "{", ""])
+@pytest.mark.parametrize("text", ["[]", "{}", "{"])
 def test_a_file_that_is_no_mapping_is_refused_and_named(collected, text):
     collected.files[0].write_text(text)
     with pytest.raises(UserError, match=r"one/0\.json: "):
@@ -265,33 +257,22 @@ def spoil(file, *keys, value):
     ("name", "keys", "value"),
     [
         ("metrics.json", ("top1_percent",), 99.0),
-        ("metrics.json", ("top1_percent",), None),
         ("metrics.json", ("top5_percent",), 99.0),
-        (DETAILS_FILE, ("metrics", "top1_std_percent"), 0.0),
-        (DETAILS_FILE, ("metrics", "by_seed", 0, "top1_percent"), 99.0),
-        (DETAILS_FILE, ("metrics", "by_seed"), []),
-        (DETAILS_FILE, ("metrics", "num_params"), 1),
         (DETAILS_FILE, ("metrics",), None),
-        (DETAILS_FILE, ("identity", "params_hash"), "0"),
-        (DETAILS_FILE, ("identity", "parent_commit"), "d"),
-        (DETAILS_FILE, ("identity", "versions", "torch"), "3"),
         (DETAILS_FILE, ("identity", "machine", "cpu"), "B"),
-        (DETAILS_FILE, ("identity", "recipe", "epochs"), 300),
         (DETAILS_FILE, ("curve",), ["seed,epoch"]),
     ],
 )
 def test_a_record_is_the_same_when_collected_again_whatever_became_of_it(collected, name, keys, value):
     collected()
     before = bytes_of(collected.folder)
-    collected()
-    assert bytes_of(collected.folder) == before
     spoil(collected.folder / name, *keys, value=value)
     collected()
     assert bytes_of(collected.folder) == before
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("text", [None, "", "{}", "not JSON"])
+@pytest.mark.parametrize("text", [None, "not JSON"])
 def test_a_record_that_is_lost_or_no_record_is_made_again(collected, name, text):
     collected()
     before, file = bytes_of(collected.folder), collected.folder / name
@@ -322,16 +303,14 @@ def test_the_command_collects_a_trained_cell_and_counts_the_seeds_of_another(
     assert "two/0.json" in said and "0 of 2" in said
 
 
-@pytest.mark.parametrize(
-    ("name", "keys"), [("metrics.json", ("top1_percent",)), (DETAILS_FILE, ("metrics", "by_seed", 0, "top1_percent"))]
-)
-def test_a_cell_of_the_graph_never_reads_its_own_record(checkout, name, keys):
+def test_a_cell_of_the_graph_never_reads_its_own_record(checkout):
     """A score that was spoiled is mended by the next run."""
     trained = checkout(one=1e-3)[-1].cell
     cell = dataclasses.replace(trained, stage="pretrain", record=trained.paths.cell("pretrain", "one_made") / FILES[0])
     train_cells([cell])
     before = bytes_of(cell.record.parent)
-    spoil(cell.record.with_name(name), *keys, value=99.0)
+    spoil(cell.record, "top1_percent", value=99.0)
+    spoil(cell.record.with_name(DETAILS_FILE), "metrics", "by_seed", 0, "top1_percent", value=99.0)
     shutil.rmtree(cell.folder)
     train_cells([cell])
     assert bytes_of(cell.record.parent) == before
