@@ -33,7 +33,16 @@ FILES = {
     "repro/tasks/halves/__init__.py": '"""Halves of the classes."""',
     "repro/tasks/halves/spec.py": TASK,
 }
-SECTIONS = yaml.safe_load(STAGE_SECTION) | {"halve": yaml.safe_load(FAMILY_SECTION)["pretrain"]}
+HALVE = yaml.safe_load(FAMILY_SECTION)["pretrain"]["toy"] | {"seeds": [0]}
+SECTIONS = yaml.safe_load(STAGE_SECTION) | {"halve": {"toy": HALVE}}
+# the tests are in the house too
+RUN_ALL = """
+import sys
+from tests.conftest import run_main
+for line in sys.argv[1:]:
+    sys.argv = ["repro", *line.split()]
+    assert run_main() == 0, line
+"""
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +62,19 @@ def house(tmp_path_factory) -> Path:
         text = profile.read_text().replace("\npretrain:\n", f"\n{FAMILY_SECTION}\n")
         profile.write_text(text + yaml.safe_dump(SECTIONS))
     subprocess.run(["git", "init", "-q"], cwd=root, check=True)
-    run(root, "profile", "use", "mini", "--force")
-    run(root, "prepare-data", "--cell", "digits")
     return root
 
 
-def run(root: Path, *arguments: str, module: str = "repro") -> str:
-    done = run_python("-m", module, *arguments, cwd=root, PYTHONPATH=str(root))
+@pytest.fixture(scope="module")
+def said(house) -> str:
+    """What the commands of a new stage and a new task print, one after another in one process."""
+    commands = ("profile use mini --force", "prepare-data --cell digits", "--help", "toy --cell three")
+    return run(house, "-c", RUN_ALL, *commands, "halve --cell toy")
+
+
+def run(root: Path, *arguments: str) -> str:
+    """Run Python in the house."""
+    done = run_python(*arguments, cwd=root, PYTHONPATH=str(root))
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -68,9 +83,8 @@ def metrics(root: Path, stage: str, cell: str) -> dict:
     return read_record(root / "results" / stage / cell / "metrics.json")["metrics"]
 
 
-def test_a_stage_is_its_module_and_its_entry_in_the_graph(house):
-    assert "Count to a number." in run(house, "--help")
-    run(house, "toy", "--cell", "three")
+def test_a_stage_is_its_module_and_its_entry_in_the_graph(house, said):
+    assert "Count to a number." in said
     assert metrics(house, "toy", "three") == {"counted": 3}
 
 
@@ -80,21 +94,20 @@ def test_the_report_runs_after_a_new_stage(house):
 
 def test_the_tests_of_layout_and_graph_pass_with_the_new_rooms(house):
     chosen = "layout or cycles or diagram or backend or graph or settings or belong or report_follows or scores or depends_on"
-    files = (f"tests/{name}.py" for name in ("test_layout", "test_docs", "stages/test_dvc", "stages/test_profile"))
-    run(house, "-q", "-p", "no:cacheprovider", *files, "-k", f"({chosen}) and not every_section", module="pytest")
+    files = (f"tests/{name}.py" for name in ("test_layout", "test_docs", "stages/test_dvc"))
+    run(house, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", f"({chosen}) and not every_section")
 
 
 @pytest.mark.slow
-def test_a_family_is_one_file_and_its_cell_of_params(house):
-    run(house, "pretrain", "--cell", "toy")
+def test_a_family_is_one_file_and_its_cell_of_params(house, said):
+    run(house, "-m", "repro", "pretrain", "--cell", "toy")
     found = metrics(house, "pretrain", "toy")
     # patches 3·16²·16 + 16, block 16² + 16, norm 2·16, head 16·10 + 10
     assert found["model"] == "toy_nano_patch16_32" and found["num_params"] == 12_304 + 272 + 32 + 170
     assert found["seeds"] == [0, 1] and found["top1_std_percent"] is not None
 
 
-def test_a_task_is_its_room(house):
+def test_a_task_is_its_room(house, said):
     """Which half a digit is of is easier than which digit it is: chance is 50 %, and top-2 of two is always right."""
-    run(house, "halve", "--cell", "toy")
     found = metrics(house, "halve", "toy")
     assert found["kind"] == "digits" and found["top1_percent"] > 40

@@ -73,18 +73,6 @@ def test_a_failed_check_is_recorded_and_fails(bare_checkout, check_rows, capsys)
     assert said[:4] == ["ok", "FAILED", "not run", "FAILED"]
 
 
-def test_a_line_for_each_verdict_of_a_check():
-    shared = {"operator": "ttt_linear", "check": "a config", "tokens": 17, "dtype": "fp32", "head_dim": 64}
-    errors = {"errors": {"out": 1e-7, "q": 2e-6}, "limits": {"out": 1e-5, "q": 1e-3}, "not_finite": []}
-    failed = {**errors, "not_finite": ["k"], "passed": False}
-    given = {**errors, "passed": True}, failed, {"passed": None, "reason": "not installed"}
-    lines = [kernels.format_check({**shared, **more}) for more in given]
-    assert [line.split(": ")[0] for line in lines] == ["ok", "FAILED", "not run"]
-    # out is at 1 % of its limit, q at 0.2 %
-    parts = ("out 1.0e-07 of 1e-05", "not finite: k", "not installed")
-    assert all("T 17, D 64, fp32" in line and part in line for line, part in zip(lines, parts, strict=True))
-
-
 def read_lines(root):
     (file,) = root.glob("results/speed/checks/*.csv")
     return read_typed_csv(file, kernels.CHECK_TYPES)

@@ -20,6 +20,7 @@ from repro.runs.own import SMALL, OwnTraining, choose_detector, choose_recipe, c
 from repro.training.params import InitParams
 from tests.data_sets.conftest import cut
 from tests.data_sets.made import annotation
+from tests.slow import slow
 from tests.stages.helpers import read_metrics, save_model
 
 
@@ -55,9 +56,8 @@ def test_every_picture_is_on_one_side_and_stays_there(tmp_path):
         assert link.resolve() == source / file
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_a_small_class_is_on_both_sides(tmp_path, count):
-    found = split(tmp_path, draw(tmp_path / "pets", {"cat": 20, "dog": count}))
+def test_a_small_class_is_on_both_sides(tmp_path):
+    found = split(tmp_path, draw(tmp_path / "pets", {"cat": 20, "dog": 2}))
     assert {side for file, side in found.items() if file.startswith("dog/")} == {"train", "val"}
 
 
@@ -104,10 +104,9 @@ def test_a_bad_csv_is_refused(tmp_path, text):
     assert "\n" not in str(caught.value) and not (tmp_path / "checkout/data").exists()
 
 
-@pytest.mark.parametrize("images", [100, 1_000, SMALL - 1, SMALL, 1_000_000])
-@pytest.mark.parametrize("model", ["vittt_nano_patch16_144", "vittt_tiny_patch16_224"])
-def test_a_recipe_has_enough_steps_for_any_number_of_pictures(images, model):
-    params = choose_recipe(OwnTraining(data="folder:x", model=model), images, 144)
+@pytest.mark.parametrize("images", [100, SMALL - 1, SMALL, 1_000_000])
+def test_a_recipe_has_enough_steps_for_any_number_of_pictures(images):
+    params = choose_recipe(OwnTraining(data="folder:x", model="vittt_nano_patch16_144"), images, 144)
     steps = params.epochs * (images // params.batch_size)
     assert params.batch_size <= images and params.optim.warmup_epochs < params.epochs
     assert steps >= 900 and params.epochs <= 300
@@ -153,7 +152,7 @@ def draw_scenes(root: Path, count: int = 4, classes: tuple[str, ...] = ("lamp", 
     return root
 
 
-SCENES = [("detect", "coco", "box AP"), ("detect", "boxes", "mask AP"), ("segment", "ade20k", "mIoU")]
+SCENES = [("detect", "boxes", "mask AP"), ("segment", "ade20k", "mIoU"), slow("detect", "coco", "box AP")]
 
 
 @pytest.mark.parametrize(("stage", "kind", "score"), SCENES)
@@ -174,7 +173,7 @@ def test_from_scenes_to_a_prediction(checkout, repro_cli, tmp_path, stage, kind,
     assert names <= {"lamp", "door", "wall"} and (names or stage == "detect")
 
 
-@pytest.mark.parametrize("count", [2, 5, 40, SMALL, 200_000])
+@pytest.mark.parametrize("count", [2, 40, SMALL])
 @pytest.mark.parametrize("given", [None, InitParams(weights="x")])
 def test_a_recipe_fits_any_number_of_scenes(tmp_path, monkeypatch, count, given):
     source = draw_scenes(tmp_path / "rooms", 2)
@@ -281,7 +280,7 @@ def test_one_scene_is_too_few_to_segment(tmp_path):
         prepare_rooms(tmp_path, "ade20k")
 
 
-PLACES = "{0}/pets {0}/pets/ {0}/./pets/. {0}/x/../pets {0}/link {0}/link/ ../pets ./../pets// ~/pets ~/link/../pets"
+PLACES = "{0}/pets/ {0}/x/../pets {0}/link ./../pets ~/link/../pets"
 
 
 def test_a_set_has_one_record_however_its_path_is_written_and_none_tells_the_path(

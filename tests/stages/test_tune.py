@@ -134,18 +134,18 @@ def test_the_rates_of_the_profile_digits_are_those_that_were_chosen(name):
     assert any({key: optim[key] for key in each["chosen"]} == each["chosen"] for each in found)
 
 
-@pytest.mark.parametrize("variant", PAPER.variants)
-def test_the_variants_of_a_paper_are_searched_around_the_rate_of_their_recipe(bare_checkout, variant):
+def test_the_variants_of_a_paper_are_searched_around_the_rate_of_their_recipe(bare_checkout):
     paths = use_profile("digits")
-    (search,) = read_searches(SPECS, f"{variant}_digits")
-    recipe = DIGITS["ablate"][f"{variant}_digits_7s"]
-    trials = search.list_trials(search.tune)
-    lr = recipe["optim"]["lr"]
-    assert [each.params.optim.lr for each in trials] == pytest.approx([lr / 2, lr, lr * 2])
-    assert search.cell.where == f"ablate.{variant}_digits_own_7s"
-    assert search.cell.record == Paths(bare_checkout).results / f"tune/{variant}_digits/metrics.json"
-    for each in trials:
-        params = each.params
-        assert (params.options, params.epochs) == (recipe["options"], recipe["epochs"]) and not each.reported
-        assert not {*params.seeds} & {*recipe["seeds"]}
-        assert each.state_folder(100).is_relative_to(paths.root / ".runs/tune")
+    for variant in PAPER.variants:
+        (search,) = read_searches(SPECS, f"{variant}_digits")
+        recipe = DIGITS["ablate"][f"{variant}_digits_7s"]
+        trials = search.list_trials(search.tune)
+        lr = recipe["optim"]["lr"]
+        assert [each.params.optim.lr for each in trials] == pytest.approx([lr / 2, lr, lr * 2])
+        assert search.cell.where == f"ablate.{variant}_digits_own_7s"
+        assert search.cell.record == Paths(bare_checkout).results / f"tune/{variant}_digits/metrics.json"
+        for each in trials:
+            params = each.params
+            assert (params.options, params.epochs) == (recipe["options"], recipe["epochs"]) and not each.reported
+            assert not {*params.seeds} & {*recipe["seeds"]}
+            assert each.state_folder(100).is_relative_to(paths.root / ".runs/tune")

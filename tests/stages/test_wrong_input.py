@@ -89,6 +89,8 @@ COMMANDS = {
     "evaluate --data digits --weights vittt.safetensors --models a --models b": "weights 2 --model",
     "evaluate --data digits --weights vittt.safetensors --table1": "--table1",
     "evaluate --data digits --weights absent.safetensors": "absent.safetensors",
+    # before its data: the wrong file is what its user has to know
+    "evaluate --data absent --weights own.safetensors": "own.safetensors 'generate' classifier",
     "evaluate --data digits --pretrained --model deit_tiny_patch16_224": "1000 digits 10",
     "evaluate --data digits --pretrained --model deit_tiny_patch16_22": "'deit_tiny_patch16_224'",
     "evaluate --data digits --pretrained --model deit_tiny_patch16_224.nobody_in1k": "nobody_in1k fb_in1k",
