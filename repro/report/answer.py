@@ -143,11 +143,11 @@ def _compare_speeds(comparison: Comparison, measured: Sequence[Speeds]) -> str:
                 row.append(f"{shown}: {against}" if against else shown)
             rows.append(row)
     head = [f"{theirs}, {attention} attention: {ours}'s speed and memory against it" for attention in ATTENTIONS]
-    said = "In parentheses: the ratios of the ends of both rows' ranges over processes. "
+    said = "A range of a ratio divides the ends of both rows' ranges over processes. "
     said += f"{'; '.join(dict.fromkeys(speeds.describe_sides() for speeds in measured))}."
     if any(HOST in cell for row in rows for cell in row):
-        grows = f"“{HOST}”: it does not grow with the work, so that it is of the processor that launches the kernels"
-        said += f" {grows}, and says nothing of the GPU; `{COMMAND}` shows the GPU's."
+        said += f" “{HOST}” does not grow with the image: the processor that launches the kernels sets it, and it says"
+        said += f" nothing of the GPU. `{COMMAND}` measures the GPU's time."
     if not any(speeds.is_gpu for speeds in measured):
         said += " No GPU has measured both."
     return join([table(["measured on", "image", ours, *head], rows), said])

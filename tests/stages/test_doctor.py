@@ -156,7 +156,7 @@ def test_data_is_here_or_the_line_says_how_to_get_it(project, state):
         edit(before, after)
     if removed:
         shutil.rmtree(project.root / "data" / removed)
-    found, text = line(doctor.check_data(project, load_runtime(project)), f"prepare_data.{cell}")
+    found, text = line(doctor._check_data(project, load_runtime(project)), f"prepare_data.{cell}")
     assert found == mark and words in text and "\n" not in text
 
 

@@ -113,15 +113,15 @@ def test_what_is_said_of_the_search_stands_in_its_table():
     assert steps == {"share_qk", "conv2d"}
 
 
-def test_every_question_is_about_the_papers_own_model():
+def test_every_question_is_about_the_papers_own_model(checkout):
     """23 of 24 counts of parameters and 2 of 25 of FLOPs is what an audit by hand found; the numbers of entries are
     its.
     """
-    ledger = load_primary().ledger
-    found = [question.find(ledger) for question in load_primary().questions]
+    paper, report = checkout.paper, checkout.report()
+    found = [[verdict.entry.id for verdict in report.select(question)] for question in paper.questions]
     assert [len(names) for names in found[:2]] == [24, 25]
     assert not any("vim" in name or "deit" in name or "vit3" in name for names in found for name in names)
-    assert all(name in ledger.entries for question in load_primary().questions for name in question.shown)
+    assert all(name in paper.ledger.entries for question in paper.questions for name in question.shown)
 
 
 def page(checkout) -> str:
