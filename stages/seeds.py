@@ -17,14 +17,16 @@ SECTIONS = {"pretrain_seeds": Stage(params=SPEC.params, cells=True, task=SPEC, s
 
 
 def command(
-    cell: Annotated[
-        str | None, typer.Option(help="One cell of `pretrain_seeds`, whose record is then made; without it, all.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="With --cell: this seed alone, now.")] = None,
+    cell: Annotated[str | None, typer.Option(help="One cell, whose record is then made. Default: all.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="With --cell: this seed alone.")] = None,
     until: Annotated[str | None, typer.Option(help="The next HH:MM: start no training that would end later.")] = None,
     rates: Annotated[bool, typer.Option("--rates", help="Print the rate that each finished search chose.")] = False,
 ) -> None:
-    """Train what has no file yet: all searches, then, with the rates that they chose, seed after seed of every cell."""
+    """Run the registered trainings of `pretrain_seeds`: all searches of the learning rate, then seed by seed.
+
+    A training that has its file under results/seeds is not run again. The rates that the searches chose are written into
+    the profile by hand, before the first seed.
+    """
     from repro.runs.seeds import collect, list_trainings, print_rates, train_all
 
     end = None

@@ -174,7 +174,9 @@ def _compare_fastest(comparison: Comparison, results: Results) -> str:
         fastest = [_find_fastest(own) for own in both if own]
         if len(fastest) == 2 and len(ways) > 1 and (ratio := bound_ratio(*fastest)):
             shown = [f"{_format_row(row)} ({_name_way(row)})" for row in fastest]
-            rows.append([f"{device.partition(': ')[2]}, batch {batch_size}", f"{size}²", *shown, format_ratio(*ratio)])
+            commits = " and ".join(dict.fromkeys(row["commit"][:12] for row in fastest))
+            name = f"{device.partition(': ')[2]}, batch {batch_size}, commit {commits}"
+            rows.append([name, f"{size}²", *shown, format_ratio(*ratio)])
     if not rows:
         return ""
     says = f"The fastest way of either side, among the ways in which it was measured there ({ours} against {theirs}):"

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from repro.core import ui
 from repro.core.errors import did_you_mean
-from repro.core.ui import allow_every_terminal, print_error, print_table
+from repro.core.ui import Progress, allow_every_terminal, print_error, print_table
 from tests.conftest import ROOT, run_python
 
 
@@ -115,3 +116,13 @@ def test_streams_that_are_closed_or_full_give_no_traceback(redirected, words):
     command = f"{shlex.quote(sys.executable)} -m repro {words} {redirected}"
     done = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == code and said in done.stderr and done.stderr.count("\n") == bool(said), done.stderr
+
+
+def test_the_time_that_is_left_is_that_of_the_units_since_the_start(monkeypatch):
+    """80 of 100 units remained; 40 of them took 100 seconds, so the other 40 take as long."""
+    now, lines = [50.0], []
+    monkeypatch.setattr(ui.time, "monotonic", lambda: now[0])
+    with Progress("work", 100, done=20, unit="images", log=lines.append) as progress:
+        now[0] += 100.0
+        progress.update(60)
+    assert len(lines) == 1 and "60 of 100" in lines[0] and "100 s" in lines[0]

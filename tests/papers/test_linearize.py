@@ -12,7 +12,7 @@ from repro.core.config import build
 from repro.models.t5 import CHOICES
 from repro.papers import describe_recipe, load_papers
 from repro.papers.linearize import formulas
-from repro.papers.linearize.sections import weigh_inheritance
+from repro.papers.linearize.sections import find_attention, weigh_inheritance
 from repro.report.variants import find_groups
 from repro.tasks.classification.params import ClassifierParams
 from tests.papers.conftest import count_model, count_statuses, find_keys, find_statuses, judge, judge_counts, read_key
@@ -111,6 +111,16 @@ def test_a_shift_of_the_keys(what):
     """Gone where the mean over the tokens is subtracted, and in softmax; by what it is defined, nowhere else."""
     error = formulas.shift_error(what)
     assert error < 1e-12 if what in ("softmax", "instance", "no_std") else error > 0.1
+
+
+def test_layers_that_look_farther_or_have_a_lower_peak_than_the_teacher_are_counted(checkout):
+    layers = {"teacher": [2.0, 4.0, 3.0], "after": [2.5, 3.5, 3.5]}
+    by_layer = {state: {"reach_patches": reach, "peak_percent": [5.0, 1.0, 1.0]} for state, reach in layers.items()}
+    by_layer["after"]["peak_percent"] = [1.0, 2.0, 1.0]
+    about = {"model": TINY, "options": {}, "weights_hash": "a", "teacher_hash": "b"}
+    checkout.record("replications/attention", about | {"by_layer": by_layer})
+    report = checkout.report()
+    assert [find_attention(report, key) for key in ("layers", "farther", "lower")] == [3, 2, 1]
 
 
 def test_neighbourhood_attention_costs_what_the_model_counts():

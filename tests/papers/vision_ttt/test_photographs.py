@@ -1,5 +1,8 @@
 """CIFAR-10: verdicts of registered pairs, from made seeds whose answer is known; nothing before a question is finished."""
 
+import re
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from scipy import stats
@@ -129,6 +132,9 @@ def test_nothing_is_judged_before_every_model_has_all_its_seeds(tmp_path, monkey
             if (name, seed) != ("b", 4):
                 store(tmp_path, name, seed)
     models = find_models(Paths(tmp_path), QUESTIONS)
+    report = SimpleNamespace(results=SimpleNamespace(paths=Paths(tmp_path)))
+    # of one rate in each search
+    assert re.findall(r"\d+", photographs.count_trainings(report)) == ["9", "10", "0", "2"]
     assert not photographs.is_finished(QUESTIONS["questions"]["Q"], models, SEEDS)
     store(tmp_path, "b", 4)
     models = find_models(Paths(tmp_path), QUESTIONS)
