@@ -88,7 +88,7 @@ def test_the_fastest_way_of_either_side_is_compared_where_there_are_several(chec
     speeds(checkout, path="bf16", rows=[(DEIT, "fused", 224, 8.0, 40.0)], dtype="bf16")
     # a range is from 0.9 to 1.1 of its median: 2 · 0.9 / 1.1 and 2 · 1.1 / 0.9
     shown = speed_blocks(checkout.report()).split("\n\n")[-1]
-    name = "some processor, 2 threads, batch 1"
+    name = "some processor, 2 threads, batch 1, commit 0123456789ab"
     small = "8.00 ms, 40.0 MiB (bf16, fused attention)"
     large = "2000 ms, 210 MiB (fp32, fused attention, `torch.compile`)"
     assert read_rows(shown) == [
