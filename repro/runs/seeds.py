@@ -27,7 +27,7 @@ from ..tasks.classification.spec import SPEC
 from .job import Cell, build_job, run_job
 
 SECTION = "pretrain_seeds"
-RATES = (5.0e-4, 1.0e-3, 2.0e-3, 4.0e-3, 8.0e-3)  # tried for every cell; widened once, by the last
+RATES = (2.5e-4, 5.0e-4, 1.0e-3, 2.0e-3, 4.0e-3, 8.0e-3)  # tried for every cell; widened once, by the first and the last
 SEARCH_SEED = 100  # never reported
 SEARCH_EPOCHS = 2
 # seconds for an image of a training that was never run here, and by which a known one may be exceeded
