@@ -31,7 +31,7 @@ from .cells import print_scores, summarise_cell
 from .job import Cell, build_job, run_job
 
 SECTION = "pretrain_seeds"
-RATES = (2.5e-4, 5.0e-4, 1.0e-3, 2.0e-3, 4.0e-3, 8.0e-3)  # tried for every cell; widened once, by the first and the last
+RATES = (2.5e-4, 5.0e-4, 1.0e-3, 2.0e-3, 4.0e-3, 8.0e-3)  # tried for every cell; widened once, at both ends
 SEARCH_SEED = 100  # never reported
 SEARCH_EPOCHS = 2
 # seconds of an epoch without a measured time, and the safety factor on a measured one

@@ -228,7 +228,7 @@ def list_photographs(report: Report) -> str:
 
 
 def find_commit(_: Report) -> str:
-    """Return the short hash of the commit whose code trains all models."""
+    """Return the short hash of the commit whose code trains all seeds."""
     return load_photographs()["commit"][:8]
 
 
