@@ -81,15 +81,16 @@ def column(page, index: int) -> list[str]:
 def test_filters_count_as_claims_csv_does(open_page, folder):
     page, entries = open_page(), read_csv(folder / "claims.csv")
     assert shown(page) == len(entries)
+    paper = page.locator("article").first
     for status in STATUSES:
-        chip = page.locator(f'.chip[data-status="{status}"]')
+        chip = paper.locator(f'.chip[data-status="{status}"]')
         chip.click()
         assert shown(page) == sum(entry["status"] == status for entry in entries)
         assert page.locator("#count").inner_text() == f"{shown(page)} of {len(entries)} entries"
         chip.click()
     page.select_option("#kind", "speed")
     assert shown(page) == sum(entry["kind"] == "speed" for entry in entries)
-    page.locator('.chip[data-status="paper inconsistent"]').click()
+    paper.locator('.chip[data-status="paper inconsistent"]').click()
     assert shown(page) == sum((entry["kind"], entry["status"]) == ("speed", "paper inconsistent") for entry in entries)
     page.click("#reset")
     page.select_option("#place", "Table 3")
@@ -101,6 +102,19 @@ def test_filters_count_as_claims_csv_does(open_page, folder):
     assert shown(page) == len(found) > 0
     page.click("#reset")
     assert shown(page) == len(entries)
+
+
+def test_every_paper_filters_its_own_ledger(open_page):
+    page = open_page()
+    for tab in page.locator(".tab").all():
+        tab.click()
+        rows = page.locator("article:visible table[id$=ledger] tbody tr:visible")
+        chip = page.locator("article:visible .chip[data-status=matched]")
+        everything = rows.count()
+        chip.click()
+        assert 0 < rows.count() == int(chip.inner_text().split()[-1]) < everything
+        chip.click()
+        assert rows.count() == everything
 
 
 def test_a_head_sorts_up_down_and_back(open_page):
@@ -173,7 +187,8 @@ def test_it_prints_on_a_sheet_in_light_colours(open_page):
     page.emulate_media(media="print")
     page.screenshot(path=SHOTS / "print.png")
     assert page.evaluate("document.documentElement.scrollWidth") == 760
-    assert page.evaluate("getComputedStyle(document.body).color") != dark and page.locator(".controls").is_hidden()
+    assert page.evaluate("getComputedStyle(document.body).color") != dark
+    assert page.locator(".controls:visible").count() == 0
 
 
 def test_the_switch_goes_before_the_system(open_page):
@@ -193,6 +208,7 @@ def test_each_paper_has_a_tab_and_links_open_theirs(browser, tmp_path):
     ledger = tmp_path / "ledger.yaml"
     claim = "{id: text.a, place: Section 1, says: so, kind: statement, reason: an opinion, command: none}"
     ledger.write_text(f"paper: {{title: Other, version: v1}}\nclaims: [{claim}]\n", encoding="utf-8")
+    shutil.copytree(ROOT / "profiles", tmp_path / "profiles")
     for name in ("params.yaml", "dvc.yaml"):
         (tmp_path / name).write_text("stages: {}\n", encoding="utf-8")
     papers = [load_primary(), Paper(id="other", name="Other", model="Other", ledger_file=ledger)]
