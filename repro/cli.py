@@ -18,6 +18,8 @@ from .core.hashing import require_own_code
 from .core.paths import describe_missing_results, expand_home, find_root
 from .core.ui import allow_every_terminal, print_error
 
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # Typer exports no name for it
+
 
 class Verbs(TyperGroup):
     """The group of all verbs; the module of a verb is imported when the verb is called or listed."""
@@ -89,9 +91,17 @@ def main() -> None:
     try:
         allow_every_terminal()
         try:
-            app()
+            code = app(standalone_mode=False)
         finally:
             sys.stdout.flush()  # here, so that an error of writing is caught below
+        sys.exit(code)
+    except UsageError as error:
+        if message := error.format_message():  # a group without a verb has printed its help
+            command = error.ctx.command_path
+            where = command.removeprefix(error.ctx.find_root().command_path).lstrip()
+            message = message.replace("Value error, ", "").rstrip(".")  # which pydantic puts before a type's own words
+            print_error(f"{where}: {message}; see {command} --help" if where else f"{message}; see {command} --help")
+        sys.exit(error.exit_code)
     except (UserError, RunError, Interrupted) as error:
         if os.environ.get("REPRO_DEBUG"):
             raise

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from repro.core.config import section_keys
+from repro.core.config import list_cells
 from repro.core.errors import UserError
 from repro.core.hashing import require_hash
 from repro.core.paths import find_root
@@ -69,7 +69,7 @@ def command(
     if images and data is not None:
         raise UserError("explain: --data goes with --probe, or with --map attention in place of pictures")
     if weights is None and model is None:
-        first = paths.cell("pretrain", section_keys(paths.params, "pretrain")[0]) / "metrics.json"
+        first = paths.cell("pretrain", list_cells(paths, "pretrain")[0]) / "metrics.json"
         weights = paths.artifacts(first) / "weights.safetensors"
     require_hash(weights, sha256)
     from repro.data.cells import open_cell

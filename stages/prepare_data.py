@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from repro.core.config import load_section, section_keys
+from repro.core.config import list_cells, load_section
 from repro.core.errors import UserError
 from repro.core.paths import find_root
 from repro.core.runtime import load_runtime
@@ -36,7 +36,7 @@ def command(
             raise UserError(f"--download: {cell} is your own; leave it out")
         preparing.prepare_own(cell, paths, runtime)
         return
-    for name in [cell] if cell else section_keys(paths.params, "prepare_data"):
+    for name in [cell] if cell else list_cells(paths, "prepare_data"):
         params = load_section(PrepareData, paths.params, "prepare_data", name)
         if download and (cell or KINDS[params.kind].download):
             preparing.download(params, paths, runtime, name)

@@ -238,6 +238,15 @@ def find_profile(paths: Paths, name: str) -> Path:
     return paths.profiles / f"{name}.yaml"
 
 
+def list_cells(paths: Paths, section: str) -> list[str]:
+    """Return the names of a section's cells; raise a UserError that names a profile which has some where it has none."""
+    if names := section_keys(paths.params, section):
+        return names
+    filled = [profile for profile in list_profiles(paths) if load_yaml(find_profile(paths, profile)).get(section)]
+    hint = f", or `repro profile use {filled[0]}`, which has some" if filled else ""
+    raise UserError(f"{paths.params}: {section}: has no cell; add one{hint}")
+
+
 def active_profile(paths: Paths, *, besides: tuple[str, ...] = ()) -> str | None:
     """Return the profile with the values of params.yaml, except in the sections `besides`; None after an edit."""
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core.config import list_values, load_section, params_hash, section_keys
+from ..core.config import list_cells, list_values, load_section, params_hash
 from ..core.csvfile import format_csv, parse_csv
 from ..core.errors import UserError
 from ..core.hashing import hash_file
@@ -90,11 +90,8 @@ def read_cells(
         f"_{seeds}seeds": seeds is not None,
     }
     suffix = "".join(change for change, is_made in changes.items() if is_made)
-    names = [cell] if cell else section_keys(paths.params, stage)
-    if not names:
-        raise UserError(f"{paths.params}: {stage}: has no cell; add one, or take another profile (`repro profile`)")
     cells = []
-    for name in names:
+    for name in [cell] if cell else list_cells(paths, stage):
         params = load_section(spec.params, paths.params, stage, name)
         if random or init is not None:
             params = dataclasses.replace(params, init=None if random else describe_init(paths, Path(init)))

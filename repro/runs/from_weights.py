@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..core.config import load_section, section_keys
+from ..core.config import list_cells, load_section
 from ..core.errors import UserError
 from ..core.paths import Paths, find_root
 from ..core.runtime import choose_device, device_slug, load_runtime
@@ -101,9 +101,7 @@ def find_recipe(paths: Paths, data: str | None) -> LinearizeParams:
     """
     if data is not None:
         require_data(paths, _STAGE, data)
-    cells = [load_section(LinearizeParams, paths.params, _STAGE, cell) for cell in section_keys(paths.params, _STAGE)]
-    if not cells:
-        raise UserError(f"{paths.params}: linearize: has no cell, whose recipe --from needs; add one")
+    cells = [load_section(LinearizeParams, paths.params, _STAGE, cell) for cell in list_cells(paths, _STAGE)]
     return next((params for params in cells if params.data == data), cells[0])
 
 

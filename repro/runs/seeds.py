@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core.config import list_values, load_section, params_hash, section_keys
+from ..core.config import list_cells, list_values, load_section, params_hash
 from ..core.errors import UserError
 from ..core.hashing import hash_file
 from ..core.paths import Paths
@@ -83,7 +83,7 @@ def list_trainings(paths: Paths, runtime: Runtime) -> Iterator[Training]:
         UserError: no such section, or wrong parameters.
     """
     cells = []
-    for name in section_keys(paths.params, SECTION):
+    for name in list_cells(paths, SECTION):
         params = load_section(ClassifierParams, paths.params, SECTION, name)
         if SEARCH_SEED in params.seeds:
             raise UserError(f"{SECTION}.{name}.seeds: {SEARCH_SEED} is the seed of the search; take another")

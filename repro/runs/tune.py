@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from ..core.config import Each, bounded, load_section, params_hash, section_keys
+from ..core.config import Each, bounded, list_cells, load_section, params_hash
 from ..core.errors import Diverged, RunError, UserError
 from ..core.hashing import hash_file
 from ..core.paths import Paths, find_root
@@ -96,7 +96,7 @@ def read_searches(specs: Mapping[str, TaskSpec], name: str | None) -> list[Searc
     """
     paths = find_root()
     runtime, found = load_runtime(paths), []
-    for each in [name] if name else section_keys(paths.params, SECTION):
+    for each in [name] if name else list_cells(paths, SECTION):
         tune, where = load_section(TuneParams, paths.params, SECTION, each), f"{SECTION}.{each}"
         section, _, cell = tune.cell.partition(".")
         if section not in specs:
