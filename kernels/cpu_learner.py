@@ -139,7 +139,10 @@ def _update(constant, K, G, rows, scale, rate, P, S):
 
 @numba.njit(**INLINE)
 def _mask(rows, n, scale, rate, QK, A):
-    """Compute A = −tril(scale rateᵀ) ⊙ (QKᵀ + 1), with zeros in the rows that pad the chunk."""
+    """Compute A = −tril(scale rateᵀ) ⊙ (QKᵀ + 1) of a chunk's n tokens, and write zeros everywhere else.
+
+    Products read all `rows` of A. `scale` may end after n numbers, so it is not read in the rows that pad the chunk.
+    """
     one, nothing = A.dtype.type(1), A.dtype.type(0)
     for j in range(rows):
         for i in range(rows):

@@ -29,7 +29,10 @@ def _add_token(state, w, exponents, xs, ys, c):
 
 @numba.njit(**INLINE)
 def _start(state, edge):
-    """Make a state (5,BLOCK) from the one at the edge of a group, (3,BLOCK)."""
+    """Make a state (5,BLOCK) from m, a and b at the edge of a group, (3,BLOCK); the rows are those of `_add_token`.
+
+    Which token set m is not kept at an edge, so m is taken for the exponent of a token at distance 0.
+    """
     for c in range(BLOCK):
         state[0, c], state[1, c], state[2, c] = edge[0, c], edge[1, c], edge[2, c]
         state[3, c] = state[0, c]

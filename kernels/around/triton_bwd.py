@@ -284,8 +284,9 @@ def activation_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
 def _most_programs(count: int, candidates: list[triton.Config], name: str) -> int:
     """Return the largest number of programs along the tokens of any config.
 
-    The partial sums have as many rows, since the config is not known yet. A config with fewer programs leaves the last
-    rows at zero.
+    The partial sums have as many rows, since the config is not known yet. Programs write their own rows alone, so the
+    tensor must start as zeros and be passed as `partial_ptr`, which the tuner zeroes before each candidate
+    (`triton_launch.ZEROED`).
     """
     return max(ceil_div(count, config.kwargs[name] * config.kwargs["LOOP"]) for config in candidates)
 

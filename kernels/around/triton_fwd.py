@@ -272,7 +272,7 @@ def row_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
 
 
 def block_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
-    """Return the candidates for the causal convolutions."""
+    """Return the candidates for the causal convolutions, at any dtype and width; the first is the untuned default."""
     return [
         triton.Config({"TOKENS": tokens, "BLOCK": 64}, num_warps=4, num_stages=1)
         for tokens in (_LEAST_TOKENS, 2 * _LEAST_TOKENS)

@@ -94,7 +94,11 @@ def bind(sizes: Sizes) -> Callable[..., Tensor]:
 
 
 def list_configs(dtype: torch.dtype) -> tuple[list[Any], list[Any]]:
-    """Return the configs of the forward and the backward pass: of one launch, then pairs for two launches."""
+    """Return the configs of the forward and of the backward pass, each of which `check` compares with the reference.
+
+    They are those for chunks of 16 tokens: first of one launch, then pairs for two launches, in which each candidate
+    stands once. The two phases have equally many candidates.
+    """
     fwd, bwd, sizes = triton_phases, triton_bwd, (dtype, 16)
     phases = map(fwd.TwoPhases, fwd.state_configs(*sizes), fwd.output_configs(*sizes))
     passes = map(bwd.TwoPasses, bwd.replay_configs(*sizes), bwd.back_configs(*sizes))

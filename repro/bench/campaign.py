@@ -25,11 +25,11 @@ from ..core.runtime import (
     load_runtime,
     usable_cores,
 )
-from ..core.unfinished import Unfinished
 from .kernels import CHECK_TYPES, check_kernels, run_bench
 from .lanes import run_in_lanes
 from .probe import describe_probes, probe_device
 from .sweep import PAIR
+from .unfinished import Unfinished
 
 SHORTEST_S = 20.0  # with less time left, no step begins
 TRAINED = "speed/pretrain/vittt_tiny_digits"  # the cell `TRAINING`, which no params file has

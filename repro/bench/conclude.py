@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..core.speeds import COMMAND, HOST, ONE_PROCESS, bound_ratio, find_slow_operator, mark_host, pool_runs
 from .op_rate import RATED_OPERATORS
+from .pooling import COMMAND, HOST, ONE_PROCESS, bound_ratio, find_slow_operator, mark_host, pool_runs
 from .sweep import BASIS, GROUP_KEYS, SIZES, family_rows, group_rows
 
 Row = Mapping[str, Any]
@@ -18,7 +18,7 @@ def conclude(rows: Sequence[Row]) -> dict[str, Any]:
     """Compare rows of `bench.rows.read_rows`, pooled over their processes, and fit their growth.
 
     Only rows of one batch size, dtype, mode and compilation are compared. A row that is bound by the host does not show
-    the GPU's time (`core.speeds.mark_host`), so it gives no ratio.
+    the GPU's time (`pooling.mark_host`), so it gives no ratio.
 
     Returns:
         `compared`: a list of {batch_size, dtype, mode, compile, size, against, image_size, speedup, speedup_ends,

@@ -17,12 +17,12 @@ from ..core.errors import Interrupted, RunError, UserError, blame
 from ..core.paths import Paths
 from ..core.record import write_run
 from ..core.runtime import Runtime, choose_device, device_label, device_slug, prepare_process, torch_dtype
-from ..core.speeds import mark_host, pool_runs
-from ..core.unfinished import Unfinished, read_clock
 from .params import EfficiencyParams, SweepParams
+from .pooling import mark_host, pool_runs
 from .rows import Sheet, make_schedule, measure_pairs, measure_rows, share_finder
 from .speed import RowSpec
 from .sweep import FAMILIES, SIZES, family_rows, find_family, group_rows
+from .unfinished import Unfinished, read_clock
 
 # value of `compile` -> its words in titles of figures, and in names of files
 _COMPILED = {False: ("", ""), True: (", compiled", "_compiled"), "graphs": (", through CUDA graphs", "_graphs")}
@@ -55,7 +55,7 @@ def run_sweep(
     The next call continues an interrupted sweep, or one that left image sizes out; it repeats a complete one.
 
     Args:
-        began: rows measured since this time (`core.unfinished.read_clock`) are not measured again; None: the start of
+        began: rows measured since this time (`unfinished.read_clock`) are not measured again; None: the start of
             the unfinished sweep, if there is one.
         started: `time.monotonic()` at the start of the time limit; None: now.
 
@@ -137,7 +137,7 @@ def _open_device(runtime: Runtime) -> tuple[torch.device, str]:
 
 def _draw_figures(rows: list[dict[str, Any]], folder: Path, label: str) -> None:
     """Draw Fig. 6 and the panels of Fig. 1 for each size, batch size, dtype, mode and compilation that was measured."""
-    from ..core.figures import LABELS, against_resolution, at_largest
+    from .figures import LABELS, against_resolution, at_largest
 
     for (batch_size, dtype, mode, compiled), group in group_rows(mark_host(pool_runs(rows))).items():
         for size in SIZES:

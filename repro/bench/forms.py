@@ -22,12 +22,12 @@ from ..core.errors import RunError
 from ..core.paths import Paths
 from ..core.record import current_commit, installed_version
 from ..core.runtime import Runtime, choose_device, device_label, device_slug
-from ..core.speeds import median_interval
-from ..core.unfinished import Unfinished, read_clock
 from ..models.fast_weights import LACT_STEPS, find_obstacle, learn
 from ..models.inner import InnerLoop
 from .memory import measure_peak_mib
+from .pooling import median_interval
 from .speed import SLOW_STEPS, RowSpec, measure, time_in_turn
+from .unfinished import Unfinished, read_clock
 
 Form = Literal["recurrent", "parallel"]
 _FORMS: tuple[Form, ...] = ("recurrent", "parallel")
@@ -234,6 +234,13 @@ def compare_forms(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _measure_backbone(step: str, backend: str, side: int, device: str, runtime: Runtime) -> dict[str, Any]:
+    """Measure Vittt-T with a learner, `own` for its default one, at side² pixels in a fresh process.
+
+    A row that exceeds the memory or the time has a status and no latency.
+
+    Raises:
+        RunError: the model failed for another reason.
+    """
     options = {} if step == "own" else {"step": step}
     spec = RowSpec(
         model=f"ladder_{BACKBONE}_patch16_224",

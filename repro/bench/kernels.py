@@ -25,8 +25,8 @@ from ..core.paths import Paths
 from ..core.record import current_commit, installed_version
 from ..core.runtime import device_label, device_slug, usable_cores
 from ..core.ui import print_table
-from ..core.unfinished import Unfinished, read_clock
 from .lanes import run_in_lanes
+from .unfinished import Unfinished, read_clock
 
 Row = dict[str, Any]
 LANES = 8  # the most processes that check at once

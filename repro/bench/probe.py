@@ -18,8 +18,8 @@ from ..core.csvfile import read_typed_csv, write_csv
 from ..core.paths import Paths
 from ..core.record import current_commit, installed_version
 from ..core.runtime import device_label, device_slug
-from ..core.unfinished import read_clock
 from . import build
+from .unfinished import read_clock
 
 COLUMNS = tuple(
     "section model image_size batch_size mode measure kernel calls value reason device commit torch triton measured".split()

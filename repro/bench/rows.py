@@ -12,11 +12,11 @@ from typing import Any
 from ..core.csvfile import read_typed_csv, write_csv
 from ..core.errors import RunError, blame
 from ..core.record import current_commit, installed_version
-from ..core.unfinished import read_clock
 from .flops import cost
 from .op_rate import RATED_OPERATORS, measure_share
 from .speed import RowSpec, measure, unmeasured_row
 from .sweep import BASIS, RowSchedule, find_family, row_key
+from .unfinished import read_clock
 
 Row = dict[str, Any]
 
@@ -78,7 +78,7 @@ class Sheet:
         path: the file, which need not exist.
         root: the root of the work tree, whose commit is written in each new row.
         device: the label of the present device, see `core.runtime.device_label`.
-        began: rows measured before this time (`core.unfinished.read_clock`) are old. They do not count, and a new row
+        began: rows measured before this time (`unfinished.read_clock`) are old. They do not count, and a new row
             with the same key replaces them.
     """
 

@@ -28,7 +28,7 @@ from typing import Any, Literal
 import repro
 
 from ..core.children import leave_with_parent
-from ..core.speeds import median_interval
+from .pooling import median_interval
 
 SLOW_STEP_S = 2.0  # a model with a longer median step is timed over SLOW_STEPS steps only
 SLOW_STEPS = 3
@@ -213,7 +213,10 @@ def unmeasured_row(spec: RowSpec, status: Literal["oom", "timeout", "failed"], r
 
 
 def _blank_row(spec: RowSpec) -> dict[str, Any]:
-    """Return a row before its measurement: the spec and the counts."""
+    """Return a row without its measurement: the spec and the counts.
+
+    Call it after the measurement: counting builds the model, which would raise the baseline of the peak of memory.
+    """
     from . import flops
 
     copied = ("model", "options", "attention", "batch_size", "dtype", "device", "backend", "mode", "compile")

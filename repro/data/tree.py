@@ -348,7 +348,10 @@ def _list_rows(archives: list[Path], report: Reporter, kind: Kind, others: list[
 
 
 def _cut_tune(tree: Tree, settings: TuneSplitSettings) -> Tree:
-    """Move images of the first split into a new split `tune`."""
+    """Return the tree with images of the first split in a new split `tune`; the files stay where they are.
+
+    The same settings, classes and sorted names always give the same split, on which records and resumed trainings rely.
+    """
     (first, files), *held_out = tree.splits.items()
     chosen = load_function("embedded.choose_tune")(files.targets, settings, tree.folder(first), tree.classes)
     rest, tune = (files.take(np.flatnonzero(places)) for places in (~chosen, chosen))

@@ -97,7 +97,9 @@ def find_grid(model: nn.Module, images: Tensor) -> Grid:
 
 
 def measure_shift_ratio(k_BNC: Tensor) -> Tensor:
-    """Compute ‖mean of k‖ / mean of ‖k‖ over the tokens of keys (B, N, C).
+    """Compute ‖mean of k‖ / mean of ‖k‖ over the tokens of keys (B, N, C): how much of the keys all tokens share.
+
+    Softmax ignores this part and a learner at test time does not, which is the paper's reason for its instance norm.
 
     Returns:
         (B,): 1 for equal keys, about 1/√N for random ones.

@@ -203,6 +203,11 @@ def _describe_own(path: Path, state: Mapping[str, Tensor], metadata: Mapping[str
 
 
 def _describe_official(path: Path, state: Mapping[str, Tensor], model: str) -> Checkpoint:
+    """Describe a file of the authors of one of this project's families.
+
+    Its `facts` have empty `options`, by which the report and `evaluate` take it for the paper's model; the description
+    of a file of timm has none.
+    """
     try:
         state = translate_official(state, family_module(model))
     except UserError as error:

@@ -51,7 +51,10 @@ class Published:
 
 
 def is_only_imagenet_1k(tag: str) -> bool:
-    """Return whether timm's tag means training on labelled ImageNet-1K and nothing else; False in doubt."""
+    """Return whether timm's tag means training on labelled ImageNet-1K and nothing else; False in doubt.
+
+    `find_published` prefers such weights, since only they may stand beside a paper's row.
+    """
     *parts, last = tag.split("_")
     return (
         last == "in1k" and not _MORE & set(parts) and not any(part.startswith(("in", "laion", "lvd")) for part in parts)

@@ -265,7 +265,10 @@ class TTTMixer(nn.Module):
         return F.gelu(parts[0], approximate="tanh") if parts else None
 
     def _arrange(self, x_BTD: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Arguments:
-        """Collect the inner learners' arguments from q, k and v, (B, T, R·D) or (B, T, R, H, d)."""
+        """Collect the inner learners' arguments from q, k and v, (B, T, R·D) or (B, T, R, H, d).
+
+        Each direction has its own W0, b0, γ and μ by default; `expand` repeats those that a reading shares.
+        """
         (B, T, _), (R, H, d) = x_BTD.shape, (self.directions, self.num_heads, self.head_dim)
         q, k, v = (t.view(B, T, R, H, d) for t in (q, k, v))
         if self.step == "q_is_k":

@@ -106,7 +106,11 @@ class InnerTraining(nn.Module):
         return self.proj(out.to(projected.dtype))
 
     def _learn_heads(self, qkv: Tensor) -> Tensor:
-        """Learn and read the heads: (B, N, 3C) -> (B, N, C)."""
+        """Learn and read the heads: (B, N, 3C) -> (B, N, C).
+
+        The step `v1` gates values and outputs by SiLU(x w2); steps `*_as_run` keep the factor k w1 that the authors' code
+        has on the values (see `STEPS`). The learner of the heads ignores its grid, (1, N).
+        """
         q, k, v = (x.contiguous() for x in self._split(qkv, self.num_heads))  # for batched products
         w1 = self.w1.to(k.dtype)
         weights = [w1[0], self.w2[0]] if self.loop.model == "glu" else [w1[0]]

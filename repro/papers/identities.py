@@ -13,7 +13,10 @@ def find_error(found: Tensor, stated: Tensor) -> float:
 
 
 def apply_delta_rule(q: Tensor, k: Tensor, v: Tensor, W: Tensor) -> Tensor:
-    """Run the delta rule W_t = W_{t−1} − k_tᵀ(k_t W_{t−1} − v_t), z_t = q_t W_t, on rows (T, d) from a state (d, d)."""
+    """Run the delta rule W_t = W_{t−1} − k_tᵀ(k_t W_{t−1} − v_t), z_t = q_t W_t, on rows (T, d) from a state (d, d).
+
+    It is written out, since the kernels are compared with it. Keys must be at most of length 1, or it diverges.
+    """
     out = []
     for q_t, k_t, v_t in zip(q, k, v, strict=True):
         W = W - torch.outer(k_t, k_t @ W - v_t)

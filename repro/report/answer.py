@@ -7,11 +7,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..bench.pooling import COMMAND, HOST, Row, bound_ratio, describe_time
 from ..core.config import DEFAULT_PROFILE, find_profile, load_yaml
 from ..core.errors import UserError
 from ..core.record import read_json, write_json
 from ..core.runtime import RUN_BEGAN
-from ..core.speeds import COMMAND, HOST, Row, bound_ratio, describe_time
 from .claims import Report
 from .gallery import COMPILED, Speeds, find_all_speeds, find_speeds, picture_blocks
 from .markdown import join, picture, strong, table

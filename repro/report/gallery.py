@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..core.figures import against_resolution
-from ..core.speeds import HOST, Row, bound_ratio
+from ..bench.figures import against_resolution
+from ..bench.pooling import HOST, Row, bound_ratio
 from .claims import Report
 from .dense import plan_dense
 from .markdown import join, picture

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ..core.speeds import ONE_PROCESS, Row, describe_time
+from ..bench.pooling import ONE_PROCESS, Row, describe_time
 from ..core.statistics import measure_rise
 from .claims import Report
 from .markdown import code, cross, join, number, table, tabulate

@@ -7,11 +7,11 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from ..bench.kernels import find_memory_ratio, read_bench
+from ..bench.pooling import COMMAND, HOST, UNKNOWN, Row, find_slow_operator, mark_host, pool_runs
 from ..core.config import find_profile, list_profiles, load_yaml
 from ..core.errors import UserError
 from ..core.paths import Paths
 from ..core.record import read_json
-from ..core.speeds import COMMAND, HOST, UNKNOWN, Row, find_slow_operator, mark_host, pool_runs
 from .paper import Paper
 from .records import Missing, Source, check_mapping, name_keys, read_sources, read_speeds
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from repro.bench.conclude import conclude, crossover, exponent
-from repro.core.speeds import HOST, ONE_PROCESS
+from repro.bench.pooling import HOST, ONE_PROCESS
 
 VITTT, DEIT, VIM = "vittt_tiny_patch16_224", "deit_tiny_patch16_224", "vim_tiny_patch16_224"
 

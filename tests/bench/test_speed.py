@@ -16,9 +16,9 @@ import repro
 from repro.bench import speed
 from repro.bench.build import build_eval_model
 from repro.bench.memory import measure_peak_mib
+from repro.bench.pooling import median_interval
 from repro.bench.speed import RowSpec, measure
 from repro.core import runtime
-from repro.core.speeds import median_interval
 from tests.slow import slow
 
 NANO = "vittt_nano_patch16_144"

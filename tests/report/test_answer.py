@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from repro.bench.pooling import COMMAND, HOST, UNKNOWN
 from repro.core.record import read_json
 from repro.core.runtime import RUN_BEGAN
-from repro.core.speeds import COMMAND, HOST, UNKNOWN
 from repro.report.answer import judge_question, measure_deviations, readme_blocks, speed_blocks, verdict_blocks
 from repro.report.gallery import find_speeds
 from repro.report.markdown import place_on_page

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
+from repro.bench.pooling import UNKNOWN
 from repro.core.errors import UserError
-from repro.core.speeds import UNKNOWN
 
 VITTT, DEIT, VIM = "vittt_tiny_patch16_224", "deit_tiny_patch16_224", "vim_tiny_patch16_224"
 TOP1 = "table1.vittt_t.top1_percent"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from repro.core.speeds import HOST
+from repro.bench.pooling import HOST
 from repro.report.measured import list_speeds, over_resolution
 
 CPU = "cpu: Made-up, 2 threads"

@@ -7,11 +7,11 @@ import pytest
 
 from kernels.tools.operators import OPERATORS
 from repro.bench import kernels
+from repro.bench.unfinished import read_clock
 from repro.core.csvfile import read_typed_csv
 from repro.core.errors import RunError, UserError
 from repro.core.paths import find_root
 from repro.core.record import replace_block
-from repro.core.unfinished import read_clock
 from repro.report import kernels as report
 from tests.conftest import ROOT, run_python
 

@@ -67,7 +67,11 @@ def list_residuals(report: Report) -> str:
 
 
 def compare_momenta(report: Report) -> str:
-    """Tabulate the error of the momenta by the number of chunks, for the authors' parallel code and for ours."""
+    """Tabulate the error of the momenta by the number of chunks, for the authors' parallel code and for ours.
+
+    The authors divide by products of the decays, which vanish in long sequences. Small errors are shown as bounds, because
+    their digits depend on the processor.
+    """
     find_error = report.paper.formulas()["momentum_error"]
 
     rows = []

@@ -26,6 +26,8 @@ _SCRATCH = "repro profile use digits && dvc repro ablate@t5_nano_digits_scratch_
 def list_students(report: Report) -> str:
     """Tabulate the accuracies of each softmax model's students, best first, then of these models from random weights.
 
+    Of records with the same options, frozen weights, steps and data, the one with the most seeds stands for all.
+
     Raises:
         Missing: no model is linearised.
     """

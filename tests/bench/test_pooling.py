@@ -2,7 +2,7 @@
 
 import pytest
 
-from repro.core.speeds import HOST, UNKNOWN, bound_ratio, find_slow_operator, mark_host, pool_runs
+from repro.bench.pooling import HOST, UNKNOWN, bound_ratio, find_slow_operator, mark_host, pool_runs
 
 
 def make_row(latency, side=224, **more):

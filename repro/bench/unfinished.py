@@ -4,9 +4,9 @@ import contextlib
 import datetime
 from typing import Any
 
-from .errors import UserError
-from .paths import Paths
-from .record import read_json, write_json
+from ..core.errors import UserError
+from ..core.paths import Paths
+from ..core.record import read_json, write_json
 
 
 def read_clock() -> str:
