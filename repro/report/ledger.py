@@ -159,7 +159,7 @@ class Table:
         return found
 
     def entry(self, row: dict[str, str], name: str, relations: Sequence[Relation]) -> Entry:
-        """Make the entry of the number in a row (one of `records`) and the column `name`, with those of `relations` on it."""
+        """Make the entry of the number in a row, one of `records`, and column `name`, with its part of `relations`."""
         entry_id, column = f"{self.id}.{row['id']}.{name}", self.columns[name]
         chosen = next((formula for pattern, formula in column.by_formula.items() if fnmatch(row["id"], pattern)), None)
         ours = (chosen or column.ours) if row["model"] else None
