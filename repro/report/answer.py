@@ -192,7 +192,7 @@ def _compare_fastest(comparison: Comparison, results: Results) -> str:
 
 
 def _find_fastest(rows: Sequence[Row]) -> Row:
-    """Find the fastest row, where each way of dtype, attention and compilation has one.
+    """Find the row of the fastest way, which is a combination of dtype, attention and compilation.
 
     A way's row is the one over most processes, because the fastest of several would be a choice by chance.
     """

@@ -17,7 +17,7 @@ from .results import Choose, Missing, Results, SpeedGroup
 from .verdicts import OPEN, Elsewhere, Status, Verdict, significant
 
 _SPEEDS = {"fps", "memory_mib"}
-_SPEED_DTYPE = "fp16"  # of our rows that stand for the paper's on its device; papers name no dtype
+_SPEED_DTYPE = "fp16"  # of our rows on the paper's device that are compared with the paper's, whose dtype is not named
 _FITTED = {"macs_g_paper_convention"}  # counts by a convention that was fitted to the paper's rows
 
 

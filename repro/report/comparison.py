@@ -224,7 +224,7 @@ def _compare(verdict: Verdict) -> str:
 def _claim_table(report: Report, *, are_headlines: bool) -> str:
     """Write a row per claim: the headlines, with reasons, or the other claims.
 
-    A claim in the words of a headline is one too. Claims with the same words and the same result share a row.
+    A claim that repeats a headline's words is also a headline. Claims with the same words and the same result share a row.
     """
     claims = report.paper.ledger.claims
     entries = [(claim.says, entry) for claim in claims for entry in claim.entries]
@@ -252,7 +252,7 @@ def _claim_table(report: Report, *, are_headlines: bool) -> str:
 
 
 def list_elsewhere(report: Report) -> str:
-    """Write a row per claim on speed and group of rows that was measured under other conditions than the paper's.
+    """Write a row per claim and group of speed rows that were measured under other conditions than the paper's.
 
     Of claims with the same measurements, only the first is shown.
     """
@@ -284,5 +284,5 @@ def _prints(entry: Entry) -> str:
 
 
 def _is_remark(command: str) -> bool:
-    """Tell whether a remark stands in place of a command: `none`, perhaps with a reason."""
+    """Tell whether a command is only a remark: `none`, perhaps with a reason."""
     return command.startswith("none")

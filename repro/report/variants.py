@@ -23,7 +23,7 @@ class Group:
 
     suite: Suite
     variants: Mapping[str, Source]  # name -> record, in the order of the paper's tables
-    searches: Mapping[str, Source]  # name -> the search that chose its learning rate, if one did
+    searches: Mapping[str, Source]  # name -> the search that chose the variant's learning rate, if one did
     elsewhere: tuple["Group", ...] = ()  # the groups of other machines, which may have trained other variants
 
     @property
