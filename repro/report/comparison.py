@@ -224,7 +224,7 @@ def _compare(verdict: Verdict) -> str:
 def _claim_table(report: Report, *, are_headlines: bool) -> str:
     """Write a row per claim: the headlines, with reasons, or the other claims.
 
-    A claim that repeats a headline's words is also a headline. Claims with the same words and the same result share a row.
+    A claim that repeats a headline's words is a headline too. Claims with the same words and result share a row.
     """
     claims = report.paper.ledger.claims
     entries = [(claim.says, entry) for claim in claims for entry in claim.entries]
