@@ -75,6 +75,9 @@ def is_watched(module: nn.Module) -> bool:
 
 
 def find_bias(layer: nn.Module, zeros: Tensor) -> Tensor:
-    """Return the bias of a linear layer, or the output for `zeros` (inputs,) of a module that took its place."""
+    """Return the bias of a linear layer; without one, or for another module in its place, its output for `zeros`.
+
+    `zeros` has the shape (inputs,).
+    """
     own = layer.bias if type(layer) is nn.Linear else None
     return layer(zeros[None])[0] if own is None else own

@@ -1,13 +1,14 @@
-"""A block of Vittt in some ten launches: what `VitttBlock` computes, with the kernels of `kernels.around` in place of
-plain PyTorch.
+"""A block of Vittt in some ten launches: `VitttBlock` by the kernels of `kernels.around` in place of plain PyTorch.
 
-At 1280 x 1280 pixels the scan moves a tenth of a block's bytes, and the operations around it decide. Here each of them
-reads its input and writes its output once: the convolution with the norm after it, one projection for gate, keys,
-values and learning rates, both causal convolutions, the sum of the directions with norm and gate, SwiGLU's two products
-with their activation; residuals are added by the products before them. On CPUs, for inference, numba's loops take the
-places of the kernels. In inference a block is one operation: called without PyTorch's dispatcher where nobody watches,
-and as an operator by a compiler, a profiler or a mode. It is for the default reading of the paper, without class tokens;
-`VitttBlock.forward_plainly` is the reference, and what runs everywhere else.
+At 1280 x 1280 pixels the scan moves a tenth of a block's bytes, so the operations around it decide the time. Here each
+of them reads its input and writes its output once: the convolution with the norm after it; one projection for gate,
+keys, values and learning rates; both causal convolutions; the sum of the directions with norm and gate; and SwiGLU's
+two products with their activation. The products add the residuals. On CPUs, numba's loops replace the kernels, for
+inference only.
+
+In inference a block is one operation. It runs without PyTorch's dispatcher if nothing has to see it, and is an operator
+to a compiler, a profiler or a dispatch mode. Only the default reading of the paper, without class tokens, is fused.
+`VitttBlock.forward_plainly` is the reference, and runs in all other cases.
 
 Shape suffixes: B batch, T tokens, D width, H heads, d head dimension.
 """
@@ -35,8 +36,8 @@ from .fused_loops import PRODUCTS, LoopConstants, run_loops
 Grid = tuple[int, int]
 _LAUNCHES = LaunchConstants, run_launches, fused_launches.OPERATOR
 _LOOPS = LoopConstants, run_loops, fused_loops.OPERATOR
-ALIGNED = 16  # numbers; a product on a CPU whose rows are no multiple takes half as long again
-# the layers that are not called, but whose weights are read
+ALIGNED = 16  # numbers; a product on a CPU takes half as long again if the length of its rows is no multiple
+# layers whose weights are read, while the layer itself is not called
 _LINEAR, _BIASED, _NORM = (
     Built((nn.Linear,), False),
     Built((nn.Linear,), True),
@@ -58,9 +59,9 @@ _OF_MLP |= {"norm": Built((nn.Identity,)), "fc2": _BIASED, "drop2": _DROPOUT}
 
 
 class Frozen:
-    """What `freeze` keeps of a block: its constants, and by what a write is seen.
+    """The constants of a block that `freeze` keeps, with the state of its weights, which shows later writes.
 
-    A compiled graph reads the constants where they lie.
+    A compiled graph reads the constants at their addresses. `graphs` watches a whole model by it, without constants.
     """
 
     def __init__(self, block: Any, constants: Any):
@@ -75,35 +76,37 @@ class Frozen:
         self.weights = [value for value in self._values if isinstance(value, Tensor)]
         self._plain = [x for x in self.weights if type(x) in (Tensor, nn.Parameter)]  # a fake tensor has no address
         self._matrices = [x for x in self._plain if x.ndim > 1]
-        self._held = [x.data for x in self._plain]  # while they are here, their addresses are nobody else's
+        self._held = [x.data for x in self._plain]  # kept alive, so that no other tensor gets their addresses
         self._known = self._find_places(), self._find_versions()
 
     def is_fresh(self, block: Any) -> bool:
-        """Whether these are a block's, and its weights the same tensors, unwritten. It takes some ten microseconds."""
+        """Tell whether the block is the same, and its weights are the same tensors, unwritten; takes about ten µs."""
         places, versions = self._known
         return (
-            self._block() is block  # and no replica, which has its attributes
+            self._block() is block  # and no replica, which has the same attributes
             and all(map(is_, map(dict.get, self._tables, self._names), self._values))
             and places == self._find_places()
-            and versions == self._find_versions()  # the last: another place may be an inference tensor's, without one
+            # last: a tensor at another place may be an inference tensor, which has no version
+            and versions == self._find_versions()
         )
 
     def _find_places(self) -> list[Any]:
-        """What another tensor behind a weight changes, be it of the same elements transposed."""
+        """Return addresses and strides: another tensor behind a weight, even its own transpose, changes them."""
         return [list(map(Tensor.data_ptr, self._plain)), list(map(Tensor.stride, self._matrices))]
 
     def _find_versions(self) -> list[int]:
-        """What a write changes."""
+        """Return the version counters of the weights: a write changes them."""
         return [x._version for x in self.weights]
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """To None: a copy of a block, or one from a file, is not frozen."""
+        """Copy and pickle as None, so that a copy of a block, or a block from a file, is not frozen."""
         return type(None), ()
 
 
 def find_backend(block: Any, tokens: Tensor) -> str | None:
-    """The backend that runs all of a `VitttBlock`, or None where it is not of a kind that the launches compute, or no
-    kernels run here; numba's loops only in inference.
+    """Return the backend that runs a whole `VitttBlock`; numba's loops run only in inference.
+
+    None means the plain path: the launches do not compute this kind of block, or no kernels run here.
     """
     dtype = product_dtype(tokens)
     chosen = _find_kernels(block, tokens.device, dtype)
@@ -112,13 +115,12 @@ def find_backend(block: Any, tokens: Tensor) -> str | None:
     if may_be_opaque([tokens]) and not block.training:
         casts = not tokens.dtype == dtype == block.norm1.weight.dtype
         return None if chosen == "numba" and casts else chosen
-    # loops are for inference; the kernels' products are padded, and FlopCounterMode, whose hooks are on all modules,
-    # would count that
+    # loops are for inference; the kernels' products are padded, which FlopCounterMode would count: its hooks are global
     return None if chosen == "numba" or _has_any_global_hook() else chosen
 
 
 def _find_kernels(block: Any, device: torch.device, dtype: torch.dtype) -> str | None:
-    """The backend whose kernels or loops compute a block of this kind in a dtype, whatever else is asked of it."""
+    """Return the backend whose kernels or loops compute this kind of block in a dtype, with or without gradients."""
     mixer = block.mixer
     has_no_token = block.pool in ("mean", "max")
     if not (has_no_token and block.dwconv is not None and block.is_fusible and type(mixer) is block.mixer_class):
@@ -129,7 +131,7 @@ def _find_kernels(block: Any, device: torch.device, dtype: torch.dtype) -> str |
 
 
 def _is_as_built(block: Any) -> bool:
-    """Whether no module of a block is missed where none is called."""
+    """Tell whether all modules of a block may go uncalled: they are as built, and no hook watches them."""
     mixer = block.mixer
     return (
         not is_watched(mixer)
@@ -143,40 +145,40 @@ def _is_as_built(block: Any) -> bool:
 def _choose_backend(
     backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, chunk_size: int
 ) -> str | None:
-    """The backend that runs both the operators around the scan and the scan, or None where there is none.
+    """Return the backend that runs both the scan and the operators around it, or None.
 
-    A compiler takes the answer, and does not follow the search for a GPU and a C compiler, which breaks a graph.
+    A compiler takes the answer as a constant: tracing the search for a GPU and a C compiler would break the graph.
     """
     try:
         around_scan = selected_backend(backend, device, dtype=dtype)
         scan = selected_scan(backend, device, head_dim=head_dim, chunk_size=chunk_size, dtype=dtype)
-    except ValueError:  # the mixer says why when it runs
+    except ValueError:  # the mixer reports the reason when it runs
         return None
     return scan if scan == around_scan != "torch" else None
 
 
 def product_dtype(tokens: Tensor) -> torch.dtype:
-    """The dtype of a block's products: the tokens' own, or that of autocast."""
+    """Return the dtype of a block's products: that of autocast if it is enabled, else the tokens' own."""
     device = tokens.device.type
     available = torch.amp.is_autocast_available(device)
     return torch.get_autocast_dtype(device) if available and torch.is_autocast_enabled(device) else tokens.dtype
 
 
 def forward(block: Any, tokens_BTD: Tensor, grid: Grid, backend: str) -> Tensor:
-    """(B, T, D) on an (h, w) grid -> (B, T, D), as `VitttBlock.forward`, by the backend of `find_backend`.
+    """Compute `VitttBlock.forward` by the backend of `find_backend`: (B, T, D) on an (h, w) grid -> (B, T, D).
 
-    Where somebody watches inference, it is one operation of the same bits.
+    If a compiler, a profiler or a mode has to see inference, it sees one operator with bitwise the same result.
     """
     kind, run, operator = _LOOPS if backend == "numba" else _LAUNCHES
     T, dtype = tokens_BTD.shape[1], product_dtype(tokens_BTD)
     eps = [block.norm1.eps, block.mixer.eps, block.mixer.post_norm.eps, block.norm2.eps]
     if kind is LaunchConstants and may_be_node([tokens_BTD]):
-        from .fused_training import run_node  # it imports Triton
+        from .fused_training import run_node  # imported here because it imports Triton
 
         masks = _draw_masks(block, tokens_BTD, dtype)
         return run_node(tokens_BTD, read_weights(block, T), grid[0], eps, dtype, masks)
     given = tokens_BTD, find_constants(block, T, kind), grid[0], eps
-    # an operator has no autocast inside it
+    # a block that casts is no operator, because there is no autocast inside operators
     casts = not tokens_BTD.dtype == dtype == block.norm1.weight.dtype
     if kind is LaunchConstants and (block.training or casts or not may_be_opaque([tokens_BTD])):
         return run_launches(*given, _draw_masks(block, tokens_BTD, dtype))
@@ -184,7 +186,7 @@ def forward(block: Any, tokens_BTD: Tensor, grid: Grid, backend: str) -> Tensor:
 
 
 def _draw_masks(block: Any, tokens: Tensor, dtype: torch.dtype) -> Masks:
-    """What `drop_path` multiplies the samples of both branches by."""
+    """Draw the factors of the samples by `drop_path`, for both residual branches; None if it drops none."""
     if not block.training or isinstance(block.drop_path, nn.Identity):
         return None
     ones = tokens.new_ones(len(tokens), 1, 1, dtype=dtype)
@@ -192,14 +194,17 @@ def _draw_masks(block: Any, tokens: Tensor, dtype: torch.dtype) -> Masks:
 
 
 def _state(mixer: Any) -> tuple[Tensor, ...]:
-    """W0, b0, γ and μ of both directions."""
+    """Return W0 (2,H,d,d), and b0, γ and μ (2,H,d), with both directions even if they share the parameters."""
     H, d = mixer.num_heads, mixer.head_dim
     parts = (mixer.W0, (2, H, d, d)), *((each, (2, H, d)) for each in (mixer.b0, mixer.ln_weight, mixer.ln_bias))
     return tuple(each if each.shape == shape else each.expand(shape) for each, shape in parts)
 
 
 def find_constants(block: Any, tokens: int, kind: type) -> Any:
-    """The constants of a block of this class: those that `freeze` kept, where no gradient is wanted, else new ones."""
+    """Return a block's constants, of class `kind`: those that `freeze` kept if no gradient is wanted, else new ones.
+
+    `tokens` is the length of the sequence, which is the chunk size if the mixer has none.
+    """
     if not torch.is_grad_enabled() and (frozen := find_frozen(block)) and isinstance(frozen.constants, kind):
         kept = frozen.constants
         if kept.token_scale.shape[1] == (block.mixer.chunk_size or tokens):
@@ -208,10 +213,10 @@ def find_constants(block: Any, tokens: int, kind: type) -> Any:
 
 
 def find_frozen(block: Any) -> Frozen | None:
-    """What `freeze` has kept of a block, while its weights are what they were; else it is let go.
+    """Return what `freeze` kept of a block, or None; if a weight has changed since, end the freeze.
 
-    A compiler takes it unseen: a graph that compared would be one of these weights alone. An exported program has none,
-    as it gets other weights.
+    Under a compiler nothing is compared, because the graph would then hold for these weights alone. An exported program
+    gets None, because it is given other weights.
     """
     if block.frozen is None or torch.compiler.is_exporting():
         return None
@@ -221,7 +226,7 @@ def find_frozen(block: Any) -> Frozen | None:
 
 
 def freeze(block: Any, tokens: int) -> None:
-    """Keep a block's constants until one of its weights changes, see `Vittt.freeze`.
+    """Keep a block's constants until one of its weights changes, if kernels compute it; see `Vittt.freeze`.
 
     Raises:
         ValueError: a weight is an inference tensor.
@@ -240,7 +245,7 @@ def freeze(block: Any, tokens: int) -> None:
             kept: Any = make_loop_constants(block, tokens)
         else:
             kept = arrange_taps(make_constants(block, tokens))
-        block.frozen = Frozen(block, kept._make(x.data for x in kept))  # no views: a weight of one cannot be swapped
+        block.frozen = Frozen(block, kept._make(x.data for x in kept))  # no views: a weight with one cannot be swapped
 
 
 def make_constants(block: Any, tokens: int) -> LaunchConstants:
@@ -249,6 +254,7 @@ def make_constants(block: Any, tokens: int) -> LaunchConstants:
 
 
 def read_weights(block: Any, tokens: int) -> BlockWeights:
+    """Return the weights of a block for a sequence of `tokens`, see `find_constants`."""
     mixer, mlp = block.mixer, block.mlp
     scale = mixer.scale_per_token(mixer.chunk_size or tokens).float() * (mixer.eta_base / mixer.head_dim)
     norm1, post_norm, norm2 = ((norm.weight, norm.bias) for norm in (block.norm1, mixer.post_norm, block.norm2))
@@ -260,7 +266,7 @@ def read_weights(block: Any, tokens: int) -> BlockWeights:
 
 
 def _join_projections(mixer: Any, multiple: int) -> tuple[Tensor, Tensor]:
-    """The weight and the bias of gate, keys, values and learning rates, with rows of zeros up to a multiple."""
+    """Join the projections to gate, keys, values and learning rates: weight and bias, zero rows up to a multiple."""
     missing = -(5 * mixer.dim + mixer.num_heads) % multiple
     weight = F.pad(torch.cat([mixer.in_proj.weight, mixer.lr_proj.weight]), (0, 0, 0, missing))
     return weight, F.pad(mixer.lr_proj.bias, (5 * mixer.dim, missing))

@@ -1,6 +1,6 @@
 """A block of Vittt on a GPU by some ten launches; for inference also one operator, `vision_ttt::vittt_block_launches`.
 
-It knows no layers: `fused_block` makes what it takes, and says when it runs.
+The module works on tensors alone. `fused_block` arranges the weights of the layers, and decides when the launches run.
 
 Shape suffixes: B batch, T tokens, D width, H heads, d head dimension.
 """
@@ -20,16 +20,17 @@ from kernels.ttt_linear.reference import Arguments
 
 from .block_operator import define_operator
 
-# for each branch (B,1,1) what its samples are multiplied by, in the products' dtype; None where none is dropped
+# for each branch the factors (B,1,1) of its samples, in the products' dtype; None if no sample is dropped
 Masks = tuple[Tensor, Tensor] | None
 
 
 class BlockWeights(NamedTuple):
-    """A block's weights as its layers have them.
+    """The weights of a block, in the shapes of its layers.
 
     grid_weight (D,1,3,3), in_weight (5D,D), rates_weight (H,D), k_weight and q_weight (2D,1,4), out_weight (D,D);
-    gate_weight and value_weight (F,D) of SwiGLU, down_weight (D,F). But for token_scale (2,chunk_size), with the base of
-    the learning rates, and W0 (2,H,d,d), b0, gamma, mu (2,H,d), in which both directions have their own.
+    gate_weight and value_weight (F,D) of SwiGLU, down_weight (D,F). Some differ from the layers: token_scale
+    (2,chunk_size) includes the base of the learning rates, and W0 (2,H,d,d), b0, gamma and mu (2,H,d) have both
+    directions.
     """
 
     grid_weight: Tensor
@@ -61,13 +62,19 @@ class BlockWeights(NamedTuple):
 
 
 class LaunchConstants(NamedTuple):
-    """What the launches take of a block's `BlockWeights`, each made once for these.
+    """The weights of a block as the launches read them, made from its `BlockWeights`.
 
-    in_weight (5D+P,D) and in_bias (5D+P,): rows of gate, keys, values and learning rates, and zeros up to a multiple of
-    d; token_scale (2,chunk_size), with the base of the learning rates; up_weight (2F,D), up_bias (2F,): of SwiGLU;
-    down_weight (D,F+8): with its bias in the first of the further columns; W0, b0, gamma, mu: of
-    both directions, in fp32; grid_weight (D,3,3), k_weight and q_weight (2D,4): of the convolutions, which `freeze` lays
-    out as their kernels read them; the others as the layers have them, out_weight (D,D) that of `out_proj`.
+    Attributes:
+        in_weight, in_bias: (5D+P,D) and (5D+P,): rows of gate, keys, values and learning rates, then zeros up to a
+            multiple of d.
+        token_scale: (2,chunk_size), multiplied by the base of the learning rates.
+        up_weight, up_bias: (2F,D) and (2F,): both input layers of SwiGLU.
+        down_weight: (D,F+8), with the bias in column F and zeros after it.
+        W0, b0, gamma, mu: of both directions, in fp32.
+        grid_weight, k_weight, q_weight: (D,3,3), (2D,4) and (2D,4), of the convolutions. `arrange_taps` lays them out
+            as their kernels read them.
+
+    The others are as the layers have them; out_weight (D,D) is that of `out_proj`.
     """
 
     in_weight: Tensor
@@ -95,7 +102,7 @@ class LaunchConstants(NamedTuple):
 
 
 def arrange(weights: BlockWeights) -> LaunchConstants:
-    """Make what the launches take."""
+    """Arrange a block's weights for the launches."""
     w, missing = weights, -(len(weights.in_weight) + len(weights.rates_weight)) % weights.b0.shape[-1]
     in_weight = F.pad(torch.cat([w.in_weight, w.rates_weight]), (0, 0, 0, missing))
     in_bias = F.pad(w.rates_bias, (len(w.in_weight), missing))
@@ -109,14 +116,14 @@ def arrange(weights: BlockWeights) -> LaunchConstants:
 
 
 def arrange_taps(known: LaunchConstants) -> LaunchConstants:
-    """The same with the weights of the convolutions as their kernels read them."""
+    """Lay out the weights of the convolutions in memory as their kernels read them."""
     grid = known.grid_weight.flatten(1).T.contiguous().T.unflatten(1, (3, 3))
     k, q = torch.stack([known.k_weight.T, known.q_weight.T]).mT
     return known._replace(grid_weight=grid, k_weight=k, q_weight=q)
 
 
 class Operators(NamedTuple):
-    """The steps of a block as operators, which autograd, compilers and transforms know."""
+    """The steps of a block as operators, which autograd, compilers and transforms can follow."""
 
     backend: str
 
@@ -154,15 +161,15 @@ class Operators(NamedTuple):
         return GATED_LINEAR(given, self.backend)
 
     def add_product(self, stream: Tensor, x: Tensor, weight: Tensor, mask: Tensor | None) -> Tensor:
-        """Return stream + mask · x Wᵀ, in the place of the stream where no gradient is wanted."""
+        """Return stream + mask · x Wᵀ, written to the stream if no gradient is wanted."""
         return add_product(stream, x, weight, mask, in_place=not torch.is_grad_enabled())
 
 
 def add_product(stream: Tensor, x: Tensor, weight: Tensor, mask: Tensor | None, in_place: bool) -> Tensor:
     """Return stream + mask · x Wᵀ (B,T,D).
 
-    It is one launch, and in the place of the stream if asked. Where samples drop the branch, or the stream is of a higher
-    precision, it is a product and a sum.
+    This is one launch, which writes to the stream if `in_place`. If there is a mask, or the dtypes differ, it is a
+    product and a sum, which write to a new tensor.
     """
     if mask is not None or x.dtype != stream.dtype or x.dtype != weight.dtype:
         product = F.linear(x, weight)
@@ -181,7 +188,7 @@ def run_launches(
 ) -> Tensor:
     """Compute a block of tokens (B,T,D) by its `LaunchConstants` and the eps of norm1, learner, post_norm and norm2.
 
-    The operators do not check these arguments: checks would take a host as long as the launches.
+    The operators do not check these arguments, because checks would take the host as long as the launches.
     """
     return run_steps(Operators(backend), tokens_BTD, LaunchConstants(*constants), height, eps, masks)
 
@@ -189,7 +196,7 @@ def run_launches(
 def run_steps(
     steps: Any, tokens_BTD: Tensor, known: LaunchConstants, height: int, eps: Sequence[float], masks: Masks
 ) -> Tensor:
-    """Compute a block as `run_launches`, by steps with the methods of `Operators`."""
+    """Compute a block like `run_launches`, where `steps` has the methods of `Operators`."""
     (eps1, learner_eps, post_eps, eps2), (first, second) = eps, masks or (None, None)
     stream, x = steps.conv_norm(gather_conv_norm(known, tokens_BTD, height, eps1))
     y = _mix(steps, known, x, learner_eps, post_eps)
@@ -203,7 +210,7 @@ def run_steps(
 def _mix(steps: Any, known: LaunchConstants, x_BTD: Tensor, eps: float, post_eps: float) -> Tensor:
     """Return the input of the output projection.
 
-    The intermediate results, most of a block's memory, are freed when it returns.
+    It is a function so that its intermediate results, most of a block's memory, are freed when it returns.
     """
     projected = steps.project(x_BTD, known.in_weight, known.in_bias)
     z = _scan(steps, known, projected, eps)
@@ -219,8 +226,10 @@ def _scan(steps: Any, known: LaunchConstants, projected: Tensor, eps: float) -> 
 
 
 def split(known: LaunchConstants, projected: Tensor) -> tuple[Tensor, ...]:
-    """Split the projection (B,T,5D+P) into views: gate (B,T,D), the sources of keys and queries and the values (B,T,2D),
-    and the rest, whose first H columns are the logits of the learning rates.
+    """Split the projection (B,T,5D+P) into views.
+
+    These are the gate (B,T,D), the source of keys and queries (B,T,2D), the values (B,T,2D), and the rest (B,T,P),
+    whose first H columns are the logits of the learning rates.
     """
     D, N = known.out_weight.shape[0], projected.shape[-1]
     return projected.split_with_sizes([D, 2 * D, 2 * D, N - 5 * D], -1)

@@ -66,8 +66,8 @@ def run_loops(tokens_BTD: Tensor, constants: list[Tensor], height: int, eps: lis
     """Compute a block for tokens (B,T,D) on a grid of `height` rows: (B,T,D).
 
     `constants` are the fields of `LoopConstants`; `eps` are those of norm1, the learner, post_norm and norm2. The
-    output projection and SwiGLU run on a few tokens at a time, so that the hidden units stay in the cache. In a model of
-    bf16 or fp16, the products alone have that dtype, and the stream within the block is in fp32.
+    output projection and SwiGLU run on a few tokens at a time, so that the hidden units stay in the cache. In a bf16 or
+    fp16 model only the products have that dtype, and the stream within the block is in fp32.
     """
     from kernels.around import numba_path as around
     from kernels.ttt_linear import numba_path as learner

@@ -1,8 +1,9 @@
 """A block of Vittt with gradients on a GPU, as one node of autograd.
 
-It launches the kernels of `fused_launches`, but a host pays for one node in place of twenty, and each gradient is written
-where the next product reads it: none is copied to be stacked. Compilers, transforms and modes get the operators; second
-derivatives are computed by the formulas of the reference. This module imports Triton, so it is imported when it runs.
+It launches the kernels of `fused_launches`, but the host pays for one node in place of twenty. Each gradient is written
+where the next product reads it, so none is copied to be stacked. Compilers, transforms and modes get the operators of
+`fused_launches` instead. Second derivatives are computed by the formulas of the reference. `fused_block` imports this
+module only to run it, because it imports Triton.
 
 Shape suffixes: B batch, T tokens, D width, H heads, d head dimension.
 """
@@ -42,9 +43,15 @@ from .fused_launches import (
 class Kept(NamedTuple):
     """The tensors of the forward pass that the backward pass reads.
 
-    x (B,T,D) and normed (B,T,D) are the norms before the mixer and the MLP, projected (B,T,5D+P) the mixer's projection,
-    k, q and z (B,T,2,H,d), lr (B,T,H), y (B,T,D) the input of the output projection, stream (B,T,D) that of norm2,
-    hidden (B,T,F+8) SwiGLU's.
+    Attributes:
+        x, normed: (B,T,D), the outputs of the norms before the mixer and before the MLP.
+        projected: (B,T,5D+P), the mixer's projection.
+        k, q, z: (B,T,2,H,d), the learner's keys, queries and output.
+        lr: (B,T,H), the learning rates.
+        states: the learner's states, see `kernels.ttt_linear.reference.states_shape`.
+        y: (B,T,D), the input of the output projection.
+        stream: (B,T,D), the input of norm2.
+        hidden: (B,T,F+8), SwiGLU's hidden units and columns of ones.
     """
 
     x: Tensor
@@ -63,7 +70,7 @@ class Kept(NamedTuple):
 def run_node(
     tokens_BTD: Tensor, weights: BlockWeights, height: int, eps: Sequence[float], dtype: torch.dtype, masks: Masks
 ) -> Tensor:
-    """Compute a block that autograd knows as one node.
+    """Compute a block as one node of autograd.
 
     Args:
         tokens_BTD: the stream.
@@ -103,7 +110,7 @@ class _Node(torch.autograd.Function):
         weights, known, kept = parts
         masks, needed = tuple(saved) or None, ctx.needs_input_grad[-1 - len(weights) :]
         with no_autocast(g.device.type):
-            if torch.is_grad_enabled():  # for a second derivative, which launches do not have
+            if torch.is_grad_enabled():  # for a second derivative, which the launches do not have
                 out = run_launches(tokens, arrange(weights), *ctx.settings, masks, "reference")
                 wanted = [x for x, is_needed in zip((tokens, *weights), needed, strict=True) if is_needed]
                 found = iter(torch.autograd.grad(out, wanted, g, create_graph=True))
@@ -114,7 +121,7 @@ class _Node(torch.autograd.Function):
 
 
 def _cast(known: LaunchConstants, dtype: torch.dtype) -> LaunchConstants:
-    """The same with the weights of products in their dtype."""
+    """Cast the weights of the products to a dtype, and leave the others as they are."""
     names = "in_weight", "in_bias", "up_weight", "up_bias", "out_weight", "down_weight"
     return known._replace(**{name: getattr(known, name).to(dtype) for name in names})
 
@@ -122,14 +129,14 @@ def _cast(known: LaunchConstants, dtype: torch.dtype) -> LaunchConstants:
 def run_forward(
     tokens: Tensor, known: LaunchConstants, height: int, eps: Sequence[float], masks: Masks, keep_states: bool
 ) -> tuple[Tensor, Kept]:
-    """Return a block's result (B,T,D), and the tensors that `run_backward` needs."""
+    """Return a block's result (B,T,D), and the tensors for `run_backward`, which needs `keep_states`."""
     steps = _Launches(known.in_weight.dtype, keep_states)
     out = run_steps(steps, tokens, known, height, eps, masks)
     return out, Kept(**steps.kept)
 
 
 class _Launches:
-    """The steps of `fused_launches.Operators` as plain launches, whose tensors are kept for the backward pass."""
+    """The steps of `fused_launches.Operators` as plain launches, which keep their tensors for the backward pass."""
 
     def __init__(self, dtype: torch.dtype, keep_states: bool):
         self.dtype, self.keep_states = dtype, keep_states
@@ -167,7 +174,7 @@ class _Launches:
         return hidden
 
     def add_product(self, stream: Tensor, x: Tensor, weight: Tensor, mask: Tensor | None) -> Tensor:
-        # norm2's backward pass reads the stream that the second product is added to
+        # the second sum is a new tensor, because norm2's backward pass reads the stream before it
         return add_product(stream, x, weight, mask, in_place="stream" not in self.kept)
 
 
@@ -181,7 +188,7 @@ def run_backward(
     masks: Masks,
     kept: Kept,
 ) -> tuple[Tensor, ...]:
-    """The gradients of the tokens and of all weights, from that of the result (B,T,D)."""
+    """Return the gradients of the tokens and of all weights, from the gradient g (B,T,D) of the result."""
     w, (units, D), H = known, weights.gate_weight.shape, known.b0.shape[1]
     dtype, (first, second) = w.in_weight.dtype, masks or (None, None)
 

@@ -1,4 +1,7 @@
-"""The opening of a page, shown in README in part: the questions with their verdicts, the speed, and a picture."""
+"""The opening of a paper's page: its questions with verdicts, the speed against the baseline, and a picture.
+
+README.md shows parts of it. The module also writes results/pipeline.json, the time that all stages took.
+"""
 
 import datetime
 import os
@@ -23,8 +26,8 @@ from .verdicts import Status, Verdict, count_statuses, format_counts, format_our
 
 PIPELINE_FILE = "pipeline.json"
 _REPRODUCE = " reproduce"
-_CLOSE = 0.05  # numbers that are off by no larger a share say how close they are
-# statuses other than a match, in the words of a sentence
+_CLOSE = 0.05  # if no number is off by a larger share, the verdict states the largest
+# statuses other than a match, as predicates of a sentence on their number
 _OUTCOMES = {
     Status.EXPLAINED: "do not, for a reason that is shown",
     Status.UNEXPLAINED: "do not, for no known reason",
@@ -35,11 +38,14 @@ _OUTCOMES = {
     Status.NOT_MEASURED: "were not tested",
     Status.OUT_OF_SCOPE: "are out of scope",
 }
-_Row = tuple[str, str, str, str]  # question, verdict, ours and its origin
+_Row = tuple[str, str, str, str]  # question, verdict, our numbers, their origin
 
 
 def lead_blocks(report: Report) -> str:
-    """The opening of a paper's page: its claim, our verdicts, the speed against the baseline, and a picture."""
+    """Write the opening of a paper's page: its claim, our verdicts, the speed against the baseline, and pictures.
+
+    The picture is that of the baseline comparison; without one, the paper's own drawings take its place.
+    """
     paper, about = report.paper, report.paper.ledger.paper
     drawings = paper.drawings(report).items()
     drawn = [picture_blocks(f"figures/{name}", name, sources, report) for name, (sources, _) in drawings]
@@ -49,7 +55,7 @@ def lead_blocks(report: Report) -> str:
 
 
 def readme_blocks(reports: Sequence[Report]) -> dict[str, str]:
-    """The blocks of README.md by the name of their markers; the primary paper's report comes first."""
+    """Write the blocks of README.md, by marker; the first of the reports must be the primary paper's."""
     first, *_ = reports
     every = [verdict for report in reports for verdict in report.all]
     unmeasured = count_statuses(every)[Status.NOT_MEASURED]
@@ -67,7 +73,7 @@ def readme_blocks(reports: Sequence[Report]) -> dict[str, str]:
 
 
 def _describe_pipeline(noted: Mapping[str, Any], results: Results) -> str:
-    """The time of all stages, the processor, and the number of stages at once."""
+    """Describe how long all stages took, on which processor, and how many ran at once."""
     own = (source.device.partition(", ")[0] for source in results.sources if source.stage and source.most_seeds)
     devices = " and ".join(device.partition(": ")[2] for device in dict.fromkeys(own))
     jobs = f", {noted['jobs']} at once" if noted["jobs"] > 1 else ""
@@ -75,14 +81,14 @@ def _describe_pipeline(noted: Mapping[str, Any], results: Results) -> str:
 
 
 def verdict_blocks(report: Report) -> str:
-    """A row for each question, with its verdict, our numbers and what they were measured on; and the count of statuses."""
+    """Write a row per question, with its verdict, our numbers and their origin; then the count of statuses."""
     rows = [*(_answer(question, report) for question in report.paper.questions), *_orderings(report)]
     counts = f"All {len(report.all)} numbers and statements of the paper: {format_counts(report.all)}."
     return join([table(["question", "verdict", "ours", "measured on"], rows), counts])
 
 
 def speed_blocks(report: Report) -> str:
-    """The model's speed and memory against the baseline's; empty where the paper has no baseline."""
+    """Compare the model's speed and memory with the baseline's; empty if the paper has no baseline."""
     comparison = report.paper.comparison
     if comparison is None:
         return ""
@@ -93,10 +99,10 @@ def speed_blocks(report: Report) -> str:
 
 
 def judge_question(own: Sequence[Verdict]) -> tuple[str, str]:
-    """Judge the entries of a question: the end of a sentence about them, and their numbers.
+    """Judge the entries of a question; return the end of a sentence about them, and their numbers in words.
 
-    Numbers that all lie close to the paper's say how close. Else `mostly` is three quarters or more, and less is a count
-    of what holds, with all outcomes.
+    If all numbers are off by at most `_CLOSE`, the sentence states the largest deviation. Otherwise, `mostly` means
+    that three quarters or more match; if fewer do, the sentence counts them. Both list the other outcomes.
     """
     if all(verdict.ours is None for verdict in own):
         return " were not tested", f"{len(own)} numbers"
@@ -119,7 +125,7 @@ def judge_question(own: Sequence[Verdict]) -> tuple[str, str]:
 
 
 def measure_deviations(own: Sequence[Verdict]) -> list[float]:
-    """The relative deviation of each different number of the paper from ours; empty where one is no number."""
+    """Return the relative deviation of ours from each different printed number; empty if one is no number, or zero."""
     found = {}
     for verdict in own:
         if verdict.delta is None or not verdict.ours or not (printed := float(verdict.entry.printed or 0)):
@@ -129,7 +135,7 @@ def measure_deviations(own: Sequence[Verdict]) -> list[float]:
 
 
 def _compare_speeds(comparison: Comparison, measured: Sequence[Speeds]) -> str:
-    """A row for each device, batch and image size: time and memory of the model, and of the baseline with the ratios."""
+    """Write a row per device, batch and image size: time and memory of the model and the baseline, with ratios."""
     (our_model, ours), (their_model, theirs) = comparison.ours, comparison.theirs
     rows = []
     for speeds in measured:
@@ -154,8 +160,10 @@ def _compare_speeds(comparison: Comparison, measured: Sequence[Speeds]) -> str:
 
 
 def _compare_fastest(comparison: Comparison, results: Results) -> str:
-    """The fastest row of either side, of any dtype, attention and compilation, where one was measured in several ways;
-    empty without such a place. Times of the host are left out: they say nothing of the device.
+    """Compare the fastest rows of model and baseline, over all dtypes, attentions and compilations.
+
+    Only devices, batches and image sizes with several dtypes or compilations have a row; the result is empty if there
+    are none. Rows with the host's time are left out, because it says nothing about the device.
     """
     (our_model, ours), (their_model, theirs) = comparison.ours, comparison.theirs
     sides: dict[tuple[str, int, int], dict[str, list[Row]]] = {}
@@ -184,20 +192,23 @@ def _compare_fastest(comparison: Comparison, results: Results) -> str:
 
 
 def _find_fastest(rows: Sequence[Row]) -> Row:
-    """The fastest row, where each way stands by its row over most processes: else chance would choose among several."""
+    """Find the row of the fastest way, which is a combination of dtype, attention and compilation.
+
+    A way's row is the one over most processes, because the fastest of several would be a choice by chance.
+    """
     ways = group_by(rows, lambda row: (row["dtype"], row["attention"], row.get("compile"))).values()
     pooled = [max(alike, key=lambda row: row["processes"]) for alike in ways]
     return min(pooled, key=lambda row: row["latency_ms"])
 
 
 def _name_way(row: Row) -> str:
-    """The dtype, the attention and the compilation of a row, in words."""
+    """Name the dtype, the attention and the compilation of a row."""
     attention = row["attention"] and f"{row['attention']} attention"
     return ", ".join(filter(None, [row["dtype"], attention, COMPILED.get(row.get("compile"))]))
 
 
 def _papers_table(reports: Sequence[Report]) -> str:
-    """A row for each paper: the verdict in a few words, and its page."""
+    """Write a row per paper: the verdict in a few words, and a link to its page."""
     rows = []
     for report in reports:
         asked = [each for each in report.paper.questions if each.says]
@@ -210,12 +221,12 @@ def _papers_table(reports: Sequence[Report]) -> str:
 
 
 def note_pipeline(results: Results) -> None:
-    """Write results/pipeline.json: how long all stages and each took, how many ran at once, and their commits.
+    """Write results/pipeline.json: the seconds of all stages and of each, how many ran at once, and their commits.
 
-    After `repro run --force` that is the time since it began, else the sum of the stages' seconds. The file stays as it
-    is where the seconds of a record are not here, as on a fresh clone, and where only the report runs again.
+    After `repro run --force` the seconds of all are the time since it began, otherwise the sum of the stages'. The file
+    stays as it is if the seconds of a record are missing, as on a fresh clone, or if only the report runs again.
     """
-    # the record of the machine has no parameters, and is none of results; other profiles have cells of their own
+    # without the record of the machine, which has no parameters and no results, and without other profiles' cells
     own = [source for source in results.sources if source.stage is not None and "params_hash" in source.identity]
     cells = load_yaml(find_profile(results.paths, DEFAULT_PROFILE))
     own = [each for each in own if each.cell is None or each.cell in (cells.get(each.stage) or {each.cell: None})]
@@ -232,9 +243,9 @@ def note_pipeline(results: Results) -> None:
         seconds = sum(stages.values())
     except (UserError, LookupError, TypeError, ValueError):
         return
-    if first > began - 1:  # the records say whole seconds
+    if first > began - 1:  # a second of slack, because records have whole seconds
         seconds = time.time() - began
-    else:  # at least one stage is of an earlier run
+    else:  # at least one stage ran earlier
         jobs = 1
         if file.is_file() and read_json(file).get("commits") == commits:
             return
@@ -242,7 +253,7 @@ def note_pipeline(results: Results) -> None:
 
 
 def _answer(question: Question, report: Report) -> _Row:
-    """The answer to a question: its verdict, our numbers next to the paper's, and their origin."""
+    """Write the row of a question: its verdict, our numbers next to the paper's, and their origin."""
     own = report.select(question)
     verb, text = judge_question(own)
     why = f": {question.why}" if question.why and verb != _REPRODUCE else ""
@@ -265,7 +276,10 @@ def _answer(question: Question, report: Report) -> _Row:
 
 
 def _orderings(report: Report) -> list[_Row]:
-    """Counts of the paper's ordered pairs that are seen, by data set and choice of rates; the most seeds of each."""
+    """Count the paper's ordered pairs that are seen, by data set and choice of rates.
+
+    Each table or figure counts by its group with the most seeds.
+    """
     rows = []
     judged = judge_variants(report)
     for (data, rates), alike in group_by(judged, lambda each: (each[0].common["data"], each[0].rates)).items():
@@ -278,7 +292,7 @@ def _orderings(report: Report) -> list[_Row]:
 
 
 def _comparison_picture(report: Report) -> str:
-    """The picture of the baseline comparison and its caption; empty where its rows were not measured."""
+    """Show the picture of the baseline comparison with a caption; empty if its rows were not measured."""
     comparison = report.paper.comparison
     if (speeds := find_speeds(comparison, report.results)) is None:
         return ""

@@ -1,4 +1,4 @@
-"""The status of every entry of a ledger, set by code; see `verdicts`."""
+"""Judgement of a ledger: the verdict on each entry, computed from our records; `verdicts` has the statuses."""
 
 import contextlib
 import dataclasses
@@ -17,24 +17,24 @@ from .results import Choose, Missing, Results, SpeedGroup
 from .verdicts import OPEN, Elsewhere, Status, Verdict, significant
 
 _SPEEDS = {"fps", "memory_mib"}
-_SPEED_DTYPE = "fp16"  # of our rows on the paper's device that stand for the paper's, which names none
-_FITTED = {"macs_g_paper_convention"}  # counts by a convention that was fitted to the paper's own rows
+_SPEED_DTYPE = "fp16"  # of our rows on the paper's device that are compared with the paper's, whose dtype is not named
+_FITTED = {"macs_g_paper_convention"}  # counts by a convention that was fitted to the paper's rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """One paper's ledger, judged by the records."""
+    """A paper's ledger, judged by our records."""
 
     paper: Paper
     results: Results
-    verdicts: Mapping[str, Verdict]  # by the id of the entry, in the ledger's order
+    verdicts: Mapping[str, Verdict]  # by id of the entry, in the ledger's order
 
     @property
     def all(self) -> list[Verdict]:
         return list(self.verdicts.values())
 
     def select(self, question: Question) -> list[Verdict]:
-        """The verdicts on a question's entries, in the ledger's order."""
+        """Return the verdicts on a question's entries, in the ledger's order."""
         names = [name for name in self.verdicts if any(fnmatchcase(name, pattern) for pattern in question.entries)]
         return [self.verdicts[name] for name in names]
 
@@ -111,7 +111,10 @@ class _Judge:
         )
 
     def _count_plainly(self, entry: Entry) -> tuple[Entry, bool | None]:
-        """The entry, by the column's own convention where that rounds to the printed number too, and whether it agrees."""
+        """Return the entry, and whether the column's own convention gives the printed number; None if that is unknown.
+
+        If it does so by rounding, the entry has it in place of the convention that was chosen for the row.
+        """
         if entry.plain is None:
             return entry, None
         plain = dataclasses.replace(entry, ours=entry.plain, plain=None, fitted=None)
@@ -125,7 +128,7 @@ class _Judge:
         return plain if is_plain else entry, agrees is not None
 
     def _ours_or_declared(self, entry: Entry) -> tuple[Number | bool, bool]:
-        """Our counterpart, and whether it is only declared; `Missing` where there is neither."""
+        """Return our counterpart, and whether it is only declared; raise `Missing` if there is neither."""
         try:
             return self._ours(entry, self.paper_group), False
         except Missing:
@@ -134,11 +137,11 @@ class _Judge:
         return self._evaluate_ours(entry.declared, self.paper_group), True
 
     def _compare(self, entry: Entry, how: str | None, explanation: str | None, is_declared: bool) -> Status:
-        """The status of our value against the paper's; only independent numbers can match."""
+        """Return the status of our value against the paper's; only independent numbers can match."""
         if how is None:
             return Status.EXPLAINED if explanation else Status.UNEXPLAINED
         parts = list(self.ledger.trace(entry))
-        # from no record and no model, but from constants alone
+        # computed from constants alone, from no record and no model
         is_arithmetic = all(each.ours and all(call.name in FUNCTIONS for call in each.ours.calls) for each in parts)
         if is_declared or entry.kind == "setting" or is_arithmetic:
             return Status.DECLARED
@@ -147,7 +150,13 @@ class _Judge:
         return Status.TRUNCATED if how == "truncation" else Status.MATCHED
 
     def _explain(self, entry: Entry) -> str | None:
-        """The confirmed explanation of a difference, with its evidence; None where no computation confirms one."""
+        """Return the confirmed explanation of a difference, with its evidence; None if there is none.
+
+        A published source confirms an explanation, and so does a computation that holds or gives the printed number.
+
+        Raises:
+            ValueError: the explanation of a statement computes a number.
+        """
         for explanation in entry.explanations:
             if explanation.source is not None:
                 return f"{explanation.text} ({explanation.source})"
@@ -167,7 +176,7 @@ class _Judge:
         return None
 
     def _violation(self, entry: Entry, relation: Relation) -> str | None:
-        """Evidence that the paper's own numbers violate a relation; None where rounding could explain it."""
+        """Return evidence that the paper's numbers violate a relation; None if rounding can explain it."""
         if relation.requires is not None:
             failing = [part for part in relation.expression.conjuncts if not self._of_paper(part)]
             if all(self._is_explained_by_rounding(part, bool) for part in failing):
@@ -184,7 +193,10 @@ class _Judge:
         return relation.because.format(computed=_format_computed(computed, decimals(entry.printed) + 1))
 
     def _is_explained_by_rounding(self, expression: Expression, satisfies: Callable[[Any], bool]) -> bool:
-        """Tell whether operands that round or truncate to the printed ones can satisfy it, tried at their extremes."""
+        """Tell whether operands that round or truncate to the printed ones may satisfy an expression.
+
+        Each operand is tried at both ends of its range: half a unit of the last digit below, and a unit above.
+        """
         printed = {name: self.entries[name].printed for name in expression.references}
         for shifts in itertools.product((Fraction(-1, 2), 1 - Fraction(1, 10**9)), repeat=len(printed)):
             moved = {
@@ -198,12 +210,12 @@ class _Judge:
     def _of_paper(
         self, expression: Expression, moved: Mapping[str, Number] | None = None, *, counted: bool = False
     ) -> Number | bool:
-        """The value over the paper's printed numbers, or `moved` ones; `counted`: and over our counts."""
+        """Evaluate an expression over the printed numbers, or those in `moved`; with `counted`, over our counts too."""
         printed = moved.__getitem__ if moved else lambda name: Fraction(self.entries[name].printed)
         return expression.evaluate(printed, self.unread | (self.counts if counted else {}) | self.formulas)
 
     def _ours(self, entry: Entry, group: SpeedGroup | None, choose: Choose | None = None) -> Number | bool:
-        """Our counterpart, with speeds from one group of rows; `Missing` where a part was not measured."""
+        """Evaluate our counterpart, with speeds from one group of rows; raise `Missing` if a part was not measured."""
         if entry.ours is None:
             raise Missing(entry.reason or entry.out_of_scope, entry.command or "none")
         return self._evaluate_ours(entry.ours, group, choose=choose)
@@ -233,7 +245,7 @@ class _Judge:
                 yield Elsewhere(group, *_join(values), *of_fused, *about)
 
     def _decide(self, parts: Sequence[Expression], group: SpeedGroup, attention: str) -> list[list[Number | bool]]:
-        """The values of each part that is measured completely; see `_spread`."""
+        """Return the values of each part whose speeds were all measured on a group; see `_spread`."""
         values = []
         for part in parts:
             with contextlib.suppress(Missing):
@@ -241,9 +253,10 @@ class _Judge:
         return values
 
     def _spread(self, part: Expression, group: SpeedGroup, attention: str) -> list[Number | bool]:
-        """The value at the medians of the speeds, then at each combination of the ends of their ranges.
+        """Return the value at the medians of the speeds, then at each combination of the ends of their ranges.
 
-        Where a row has one process, its range is not known: a statement is then also given as the contrary.
+        A row of one process has no range. The median's value then is the only one, and a statement gets its contrary as
+        well, so that it is not separated.
         """
         intervals: dict[str, tuple[float, float] | None] = {}
 
@@ -261,7 +274,7 @@ class _Judge:
 
 
 def _raise_missing(reason: str, command: str) -> Callable:
-    """A function that raises `Missing`, in place of one that reads what there is not."""
+    """Make a function that raises `Missing`, in place of one whose data does not exist."""
 
     def function(*args: Any) -> None:
         raise Missing(reason, command)
@@ -272,7 +285,7 @@ def _raise_missing(reason: str, command: str) -> Callable:
 def _join(parts: Sequence[Sequence[Number | bool]]) -> tuple[float | bool | str, tuple[float, float] | None]:
     """Combine the values of the parts, see `_spread`: a quantity and its ends, or a statement's word.
 
-    A statement holds if all its parts do at every speed; it does not if one of them never does.
+    A statement holds if all its parts do at every speed. It does not if a part never does; otherwise it is `OPEN`.
     """
     if isinstance(parts[0][0], bool):
         if not all(map(any, parts)):

@@ -1,4 +1,4 @@
-"""The comparison of a paper with ours: counts, tables, claims, contradictions, and missing numbers."""
+"""The sections of a paper's page that compare it with ours: counts, tables, claims, contradictions, gaps."""
 
 import itertools
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from .verdicts import (
     status_line,
 )
 
-# the meanings of the marks on a page; statuses without a difference to the reader share a mark
+# the meanings of the marks on a page; statuses that a reader need not tell apart share a mark
 _LEGEND = {
     "✓": "ours is the paper's number, rounded to its printed digits or cut off at them",
     "≈": "ours agrees, and is no evidence: a convention that was fitted to such rows, or a setting that was copied from the paper",
@@ -30,7 +30,7 @@ _LEGEND = {
     "○": "out of scope: it needs a model of another field than vision",
 }
 _EVIDENCE = ["where", "it prints", "but"]
-# function of a ledger -> how it counts a model as it is classified, with its head
+# function of a ledger's expressions -> how it counts a classifier, head included
 _COUNTED = {
     "params_m": "every parameter",
     "macs_g": "multiply-adds",
@@ -49,7 +49,7 @@ def list_marks(_: Report) -> str:
 
 
 def count_ways(report: Report) -> str:
-    """Count the paper's entries that are reproduced here, that need its data and GPUs, and the rest."""
+    """Count the paper's entries by what can reproduce them: the default run, other runs, the papers' data and GPUs."""
     graph = {source.path for source in report.results.sources if source.stage is not None}
     measured = [verdict for verdict in report.all if verdict.ours is not None]
     by_default = sum(graph.issuperset(verdict.sources) for verdict in measured)
@@ -67,7 +67,7 @@ def count_ways(report: Report) -> str:
 
 
 def describe_speed_rule(report: Report) -> str:
-    """Under which conditions a speed is compared; empty where the paper names no device."""
+    """State the conditions under which a speed is compared; empty if the paper names no device."""
     conditions = report.paper.ledger.paper
     if not conditions.speed_device:
         return ""
@@ -77,7 +77,7 @@ def describe_speed_rule(report: Report) -> str:
 
 
 def count_kinds(report: Report) -> str:
-    """Count entries by kind and status."""
+    """Count the paper's entries by kind and status."""
     kinds = group_by(report.all, lambda verdict: verdict.entry.kind)
     rows = []
     for kind, label in KIND_MEANINGS.items():
@@ -89,7 +89,10 @@ def count_kinds(report: Report) -> str:
 
 
 def count_relations(report: Report, what: str) -> int:
-    """Count relations, `checked`, `hold` or `broken`, or entries, `unmeasured` or `consistent`."""
+    """Count relations (`what` is `checked`, `hold` or `broken`) or entries (`unmeasured` or `consistent`).
+
+    `consistent` counts the unmeasured entries whose relations were checked and hold.
+    """
     own = _find_status(report, Status.NOT_MEASURED)
     checks, broken = sum(each.checks for each in report.all), sum(each.violations for each in report.all)
     found = {"checked": checks, "hold": checks - broken, "broken": broken, "unmeasured": len(own)}
@@ -98,12 +101,12 @@ def count_relations(report: Report, what: str) -> int:
 
 
 def list_headlines(report: Report) -> str:
-    """The claims that the paper's declaration puts first, with reasons; empty where it names none."""
+    """List the claims that the paper's declaration puts first, with reasons; empty if it names none."""
     return _claim_table(report, are_headlines=True) if report.paper.headlines else ""
 
 
 def list_tables(report: Report) -> str:
-    """Every table of the paper, each number with ours."""
+    """Write every table of the paper, with our number next to each of its numbers."""
     sections = []
     for about in report.paper.ledger.tables:
         header = ["", *(f"{column.label} ({column.unit})" for column in about.columns.values())]
@@ -121,7 +124,10 @@ def list_tables(report: Report) -> str:
 
 
 def shared_counts(reports: Sequence[Report]) -> str:
-    """The section of the counts of one model that several papers print, where they print or get another number."""
+    """Write the section on counts of one model that several papers print, with a row if number or verdict differ.
+
+    It is empty if no two papers print the same count.
+    """
     found: dict[tuple[str, str], dict[str, Verdict]] = {}
     for report in reports:
         for verdict in report.all:
@@ -153,20 +159,20 @@ def shared_counts(reports: Sequence[Report]) -> str:
 
 
 def list_claims(report: Report) -> str:
-    """The claims of the text that are no headlines."""
+    """List the claims of the text that are no headlines."""
     return _claim_table(report, are_headlines=False)
 
 
 def list_contradictions(report: Report) -> str:
-    """A table of contradictions with their evidence; entries with the same number and the same evidence share a row."""
+    """List the contradictions with their evidence; entries with the same number and evidence share a row."""
     own = _find_status(report, Status.INCONSISTENT)
     groups = group_by(own, lambda each: (each.entry.printed or each.entry.id, each.entry.unit, each.evidence))
     return table(_EVIDENCE, [_evidence_row(_prints(alike[-1].entry), alike) for alike in groups.values()])
 
 
 def list_differences(report: Report) -> str:
-    """Every number of ours that differs, with the reason; entries of one reason share a row."""
-    # a contradiction of the paper has a place of its own
+    """List our numbers that differ, with the reason; entries with one reason share a row."""
+    # the paper's contradictions are left out, because they have their own section
     differing = [each for each in report.all if each.status in (Status.EXPLAINED, Status.UNEXPLAINED)]
     groups = group_by(differing, lambda each: each.explanation)
     rows = []
@@ -177,7 +183,7 @@ def list_differences(report: Report) -> str:
 
 
 def not_measurable(report: Report) -> str:
-    """A table of numbers that cannot have been measured as described; empty without such entries."""
+    """List the numbers that cannot have been measured as described; empty if there are none."""
     groups = group_by(_find_status(report, Status.NOT_MEASURABLE), lambda each: each.evidence).values()
     rows = [_evidence_row("; ".join(_prints(each.entry) for each in alike), alike) for alike in groups]
     return join(["## Not measurable as described", table(_EVIDENCE, rows)]) if rows else ""
@@ -188,14 +194,14 @@ def _find_status(report: Report, word: str) -> list[Verdict]:
 
 
 def _evidence_row(prints: str, alike: Sequence[Verdict]) -> list[str]:
-    """The row of verdicts that share their evidence, with the displayed numbers."""
+    """Return the table row of verdicts with the same evidence; `prints` shows their numbers."""
     return ["; ".join(dict.fromkeys(each.entry.place for each in alike)), prints, alike[0].evidence or ""]
 
 
 def list_unmeasured(report: Report) -> str:
-    """The reasons for which there is no number of ours, the most frequent first."""
+    """List the reasons why there is no number of ours, the most frequent first."""
     own = _find_status(report, Status.NOT_MEASURED)
-    # numbers that no command would measure are apart
+    # entries that no command would measure have their own rows
     groups = group_by(own, lambda each: (each.reason, _is_remark(each.command)))
     rows = []
     for (reason, _), alike in sorted(groups.items(), key=lambda item: (-len(item[1]), item[0])):
@@ -208,7 +214,7 @@ def list_unmeasured(report: Report) -> str:
 
 
 def _compare(verdict: Verdict) -> str:
-    """The paper's number, ours (a mark where we have none) and the status."""
+    """Write the paper's number, ours and the status; only the status's mark if we have no number."""
     printed = f"{verdict.entry.printed or ''} ".lstrip()
     if verdict.ours is not None:
         return f"{printed}→ {format_ours(verdict)} {status_line(verdict)}"
@@ -216,8 +222,9 @@ def _compare(verdict: Verdict) -> str:
 
 
 def _claim_table(report: Report, *, are_headlines: bool) -> str:
-    """A row for each claim that is a headline, or repeats one, with reasons; or for each other claim. A claim that the
-    paper repeats in the same words, with the same result, shares its row.
+    """Write a row per claim: the headlines, with reasons, or the other claims.
+
+    A claim that repeats a headline's words is a headline too. Claims with the same words and result share a row.
     """
     claims = report.paper.ledger.claims
     entries = [(claim.says, entry) for claim in claims for entry in claim.entries]
@@ -234,7 +241,7 @@ def _claim_table(report: Report, *, are_headlines: bool) -> str:
             if any(each.compared in (Status.EXPLAINED, Status.UNEXPLAINED) for each in own):
                 notes.append("[≠ why](#why-ours-differs)")
             notes += [each.evidence for each in own if each.status == Status.NOT_MEASURABLE and each.evidence]
-        # one text where all are the same, else all of them in order
+        # equal texts are written once, different ones in order
         texts = [[write(each) for each in own] for write in (format_ours, status_line)]
         ours, statuses = (" / ".join(of[:1] if len(set(of)) == 1 else of) for of in texts)
         return claim.says, ours, statuses, "; ".join(dict.fromkeys(notes))
@@ -245,7 +252,10 @@ def _claim_table(report: Report, *, are_headlines: bool) -> str:
 
 
 def list_elsewhere(report: Report) -> str:
-    """A row for each statement and device other than the paper's; statements with the same measurements share them."""
+    """Write a row per claim and group of speed rows that were measured under other conditions than the paper's.
+
+    Of claims with the same measurements, only the first is shown.
+    """
     told: dict[tuple[Elsewhere, ...], str] = {}
     for claim in report.paper.ledger.claims:
         for verdict in (report.verdicts[entry.id] for entry in claim.entries):
@@ -262,7 +272,7 @@ def list_elsewhere(report: Report) -> str:
 
 
 def _key(claim: Claim, verdict: Verdict) -> str:
-    """A prefix that distinguishes the numbers of a claim, e.g. `T `."""
+    """Return a prefix that distinguishes the numbers of a claim, e.g. `T `; empty if it has only one."""
     return f"{verdict.entry.id.removeprefix(claim.id + '_').upper()} " if len(claim.entries) > 1 else ""
 
 
@@ -274,5 +284,5 @@ def _prints(entry: Entry) -> str:
 
 
 def _is_remark(command: str) -> bool:
-    """True for a note in place of a command: `none` and a reason."""
+    """Tell whether a command is only a remark: `none`, perhaps with a reason."""
     return command.startswith("none")

@@ -1,4 +1,4 @@
-"""A paper's ledger: its numbers as printed and its statements, as entries with stable ids. It holds no status."""
+"""A paper's ledger: its printed numbers and its statements, as entries with stable ids. `claims` judges them."""
 
 import dataclasses
 import re
@@ -29,7 +29,7 @@ def _parse(text: str | None) -> Expression | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """The paper that a ledger is of, and the device and batch at which it measured speed and memory."""
+    """The title and version of a ledger's paper, and the device and batch of its speed and memory measurements."""
 
     title: str
     version: str
@@ -39,7 +39,7 @@ class Conditions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Relation:
-    """A constraint on the number of entry `id` by the paper's other numbers; the head of a ledger explains it."""
+    """A constraint on entry `id` by the paper's other numbers; the head of vision_ttt's ledger explains the fields."""
 
     id: str
     equals: str | None = None
@@ -54,12 +54,12 @@ class Relation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """An explanation of differences from the paper's numbers. Its evidence is a computation, `shows`, or a `source`."""
+    """An explanation of differences from the paper's numbers; its evidence is a computation `shows`, or a `source`."""
 
     ids: tuple[str, ...]
     text: str  # may contain {computed}
-    shows: str | None = None  # an expression; it must give the paper's printed number, or hold
-    source: str | None = None  # a published text, with its place
+    shows: str | None = None  # an expression that must give the paper's printed number, or hold
+    source: str | None = None  # a published text, and the place in it
 
     def __post_init__(self) -> None:
         if (self.shows is None) == (self.source is None):
@@ -72,32 +72,32 @@ class Explanation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One number or one statement of the paper."""
+    """A number or a statement of the paper."""
 
     id: str  # stable, e.g. `table1.vittt_t.macs_g`
-    place: str  # where the paper has it, e.g. `Table 1, row Vittt-T, column Acc.`
+    place: str  # its place in the paper, e.g. `Table 1, row Vittt-T, column Acc.`
     says: str  # the statement; for a number of a table, the table's title
-    kind: _Kind  # the sort of evidence that decides it
+    kind: _Kind  # the kind of evidence that decides it
     unit: str = ""  # the number's unit; empty for statements and pure numbers
     printed: str | None = None  # the number as printed; None for statements
     relations: tuple[Relation, ...] = ()  # a statement requires itself
-    contradiction: str | None = None  # evidence in the text that no computation shows
-    measurable: Relation | None = None  # a necessary condition for a measurement as described
+    contradiction: str | None = None  # conflicting text of the paper, which no computation shows
+    measurable: Relation | None = None  # a condition for measuring the number as described
     explanations: tuple[Explanation, ...] = ()  # why ours may differ
-    fitted: str | None = None  # what of our convention was fitted to such rows, and how often it was tried
-    # our counterpart; where there is none, `reason` and `command` say why and what would show it
+    fitted: str | None = None  # the part of our convention that was fitted to such rows, and the number of tries
+    # our counterpart; without one, `reason` says why and `command` would measure it
     ours: Expression | None = None
-    # the same count by the column's own convention, where `ours` is by one that was chosen for the row
+    # the count by the column's own convention, if `ours` has one that was chosen for the row
     plain: Expression | None = None
     out_of_scope: str | None = None  # why this project will never have a counterpart
-    # where we say the same, without evidence; it is asked where `ours` has no number
+    # our own statement of the same, without evidence; it is evaluated if `ours` has no number
     declared: Expression | None = None
     reason: str | None = None
     command: str | None = None
 
     @cached_property
     def places(self) -> tuple[str, ...]:
-        """The tables, figures, equations and sections that `place` names, each once; else `place` itself."""
+        """The tables, figures, equations and sections in `place`, each once; `place` itself if there are none."""
         found = dict.fromkeys(name[0].upper() + name[1:] for name in _PLACE.findall(self.place))
         return tuple(found) or (self.place,)
 
@@ -106,8 +106,8 @@ class Entry:
 class Column:
     """A column of a table. `ours` may use {model}, {size} and the other keys of a row.
 
-    `by_formula`: pattern of ids of rows -> what `ours` is where the paper counts as a family's own authors do.
-    A column without `ours` has a `reason` and a `command`, or is `out_of_scope`.
+    `by_formula`: pattern of row ids -> `ours` for these rows, where the paper counts as a family's own authors do.
+    A column without `ours` has a `reason` and a `command`, or is `out_of_scope`; anything else is a ValueError.
     """
 
     label: str
@@ -130,7 +130,7 @@ class Column:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table of the paper. Each of `rows` has the values of `keys`, then the printed numbers of `columns`."""
+    """A table of the paper; each of `rows` has the values of `keys`, then the printed numbers of `columns`."""
 
     id: str
     place: str
@@ -142,7 +142,7 @@ class Table:
 
     @cached_property
     def records(self) -> dict[str, dict[str, str]]:
-        """Id of a row -> its values by name; a `ValueError` where a row has too few or too many."""
+        """The values of each row by name, by the row's id; a row with too few or too many is a ValueError."""
         names = [*self.keys, *self.columns]
         for row in self.rows:
             if len(row) != len(names):
@@ -151,7 +151,7 @@ class Table:
 
     @cached_property
     def labels(self) -> dict[str, str]:
-        """Id of a row -> its label, with the image size where that is not 224."""
+        """The label of each row by its id, with the image size if that is not 224 pixels."""
         found = {}
         for name, row in self.records.items():
             size = row.get("size", "224")
@@ -159,7 +159,7 @@ class Table:
         return found
 
     def entry(self, row: dict[str, str], name: str, relations: Sequence[Relation]) -> Entry:
-        """The entry of a number: that of a row, one of `records`, in a column. It takes its own of the `relations`."""
+        """Make the entry of the number in a row, one of `records`, and column `name`, with its part of `relations`."""
         entry_id, column = f"{self.id}.{row['id']}.{name}", self.columns[name]
         chosen = next((formula for pattern, formula in column.by_formula.items() if fnmatch(row["id"], pattern)), None)
         ours = (chosen or column.ours) if row["model"] else None
@@ -185,7 +185,7 @@ class Table:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Answer:
-    """Our counterpart of the text's number, or the reason and the command where there is none."""
+    """Our counterpart of a number or statement of the text, or the reason and the command if there is none."""
 
     ours: str | None = None
     declared: str | None = None
@@ -195,7 +195,10 @@ class _Answer:
     out_of_scope: str | None = None
 
     def fields(self, by_default: str | None) -> dict[str, Any]:
-        """The same as fields of an entry; by `by_default` our numbers are asked what the paper's are."""
+        """Return these as fields of an entry.
+
+        `by_default` takes the place of `ours` unless `ours`, `declared`, `reason` or `out_of_scope` is given.
+        """
         text = self.ours or (None if self.reason or self.declared or self.out_of_scope else by_default)
         same = {name: getattr(self, name) for name in ("fitted", "reason", "command", "out_of_scope")}
         return {"ours": _parse(text), "declared": _parse(self.declared), **same}
@@ -203,7 +206,7 @@ class _Answer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Value(_Answer):
-    """One of the numbers that a sentence of the text has."""
+    """One of the numbers in a sentence of the text."""
 
     printed: str
     equals: str | None = None
@@ -214,14 +217,14 @@ class Value(_Answer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Claim(_Answer):
-    """A sentence of the text: an entry `{id}_{key}` for each of its numbers, or the one entry `{id}` of a statement."""
+    """A sentence of the text: it has an entry `{id}_{key}` per number, or the single entry `{id}` of a statement."""
 
     id: str
     place: str
     says: str
     kind: _Kind
     unit: str = ""
-    about: str = ""  # which size of the model a statement is about that names none, and why
+    about: str = ""  # the size of the model that the statement is about, and why, if it names none
     values: dict[str, Value] = dataclasses.field(default_factory=dict)
     holds: str | None = None
     contradiction: str | None = None
@@ -246,12 +249,12 @@ class Claim(_Answer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Erratum:
-    """A note or question to a paper's authors on some entries, with a proposal.
+    """A note or question to a paper's authors about some entries, with a proposal.
 
     Args:
-        ids: the entries; they share a row.
-        correction: what could stand there; of a question, what would settle it.
-        because: what speaks against it; by default the evidence of the verdicts on these entries.
+        ids: the entries, which share a row.
+        correction: the proposed text; for a question, the answer that would settle it.
+        because: the evidence against the entries; None takes that of their verdicts.
     """
 
     ids: tuple[str, ...]
@@ -261,15 +264,15 @@ class Erratum:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Errata:
-    """The correspondence on a paper's contradictions, outside of this project.
+    """The correspondence with a paper's authors, outside of this project, on its contradictions.
 
     Args:
         as_of: the day of the last comparison with the paper, e.g. `2026-11-25`.
-        sent: the day on which its authors got them; None where they did not.
-        answers: id of an entry -> what the authors said.
-        errors, inconsistencies, questions: what they are told and asked, in the order of its consequences.
-        left_out: id of a contradiction that is in none of these lists -> why.
-        withheld: why there is no list at all; None where there is one.
+        sent: the day on which the authors got the lists; None if they did not.
+        answers: id of an entry -> the authors' answer.
+        errors, inconsistencies, questions: the lists of notes and questions, in the order of their consequences.
+        left_out: id of a contradiction that is in no list -> why.
+        withheld: why there is no list at all; None if there is one.
     """
 
     as_of: str = "no day"
@@ -283,14 +286,14 @@ class Errata:
 
     @cached_property
     def placed(self) -> list[str]:
-        """The entries that are in a list, or left out."""
+        """The ids of the entries that are in a list or left out, with duplicates."""
         listed = (*self.errors, *self.inconsistencies, *self.questions)
         return [*(name for erratum in listed for name in erratum.ids), *self.left_out]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ledger:
-    """The whole of a ledger.yaml."""
+    """The content of a ledger.yaml."""
 
     paper: Conditions
     errata: Errata = Errata()
@@ -301,7 +304,7 @@ class Ledger:
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
-        """Every entry by its id, in the paper's order, tables first."""
+        """The entries by id, in the paper's order, tables first; a duplicate id is a ValueError."""
         rows = [(table, row) for table in self.tables for row in table.records.values()]
         listed = [table.entry(row, name, self.relations) for table, row in rows for name in table.columns]
         listed += [entry for claim in self.claims for entry in claim.entries]
@@ -314,13 +317,13 @@ class Ledger:
         return found
 
     def trace(self, entry: Entry) -> Iterator[Entry]:
-        """An entry, and those that our counterpart of it is computed from."""
+        """Yield an entry, then the entries from which our counterpart of it is computed."""
         yield entry
         for name in entry.ours.references if entry.ours else ():
             yield from self.trace(self.entries[name])
 
     def table(self, table_id: str) -> Table:
-        """The table of this id; a `UserError` names those that there are."""
+        """Return the table of an id; the `UserError` about an unknown id suggests a known one."""
         known = {table.id: table for table in self.tables}
         if table_id not in known:
             raise UserError(f"ledger: no table {table_id}{did_you_mean(table_id, known)}")
@@ -331,8 +334,9 @@ def load_ledger(path: Path) -> Ledger:
     """Read and check a ledger.
 
     Raises:
-        UserError: an unknown key, or one that is missing.
-        ValueError: an id that is there twice or unknown, a wrong expression, or a row of the wrong length.
+        UserError: a key is unknown or missing.
+        ValueError: an id is duplicate or unknown, an expression is wrong, a row has the wrong length, a statement is
+            narrowed (see `find_narrowed`), or an entry has no counterpart and no reason with a command.
     """
     ledger: Ledger = build(Ledger, load_yaml(path, as_text=True), path.name)
     named = [(relation.id, relation.id) for relation in ledger.relations]
@@ -359,12 +363,16 @@ def load_ledger(path: Path) -> Ledger:
 
 _SIZES = {"tiny": "T", "small": "S", "base": "B"}
 _NAMED_SIZES = re.compile(r"-([TSB](?:/[TSB])*)\b")
-# `vim_tiny_patch16_224`, `table1.vim_t.macs_g`
+# the size in a model's name or an id: `vim_tiny_patch16_224`, `table1.vim_t.macs_g`
 _ASKED_SIZE = re.compile(r"([a-z]\w*?)_(?:(tiny|small|base)_|([tsb])\.)")
 
 
 def find_narrowed(claim: Claim) -> str | None:
-    """The sizes, e.g. `S, B`, to which a statement is narrowed that is about more: all that it names, or T, S and B."""
+    """Return the sizes, e.g. `S, B`, that a statement is judged for if it is about more; None if it is not narrowed.
+
+    A statement is about the sizes that it names, or about T, S and B if it names none. One with `about` is never
+    narrowed.
+    """
     if claim.kind != "statement" or claim.about:
         return None
     asked: dict[str, set[str]] = {}
@@ -377,5 +385,5 @@ def find_narrowed(claim: Claim) -> str | None:
 
 
 def _relations(entry_id: str, because: str, **rules: str | None) -> tuple[Relation, ...]:
-    """A relation for each of the rules (names of fields of `Relation`) that is given."""
+    """Make a relation of each given rule; the rules are fields of `Relation`."""
     return tuple(Relation(id=entry_id, because=because, **{name: rule}) for name, rule in rules.items() if rule)

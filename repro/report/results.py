@@ -1,4 +1,4 @@
-"""Our results, by the functions through which a ledger's expressions access the records."""
+"""Our results: the functions by which a ledger's expressions read numbers from the records."""
 
 import dataclasses
 import re
@@ -17,11 +17,11 @@ from .records import Missing, Source, check_mapping, name_keys, read_sources, re
 
 
 class _Benchmark(NamedTuple):
-    """A data set of the field, and when a score on it may be set against a paper's."""
+    """A public data set, with the conditions under which a score on it is compared with a paper's."""
 
     name: str
-    val_images: int  # of its validation split; a score counts only when it was taken on all of it
-    starts_pretrained: bool  # whether models are trained on it from weights that were pretrained elsewhere
+    val_images: int  # of the validation split; only a score on all of them is compared
+    starts_pretrained: bool  # whether a training on it starts from weights that were pretrained elsewhere
 
 
 # kind of data set -> the data set
@@ -31,15 +31,15 @@ _BENCHMARKS = {
     "ade20k": _Benchmark("ADE20K", 2_000, starts_pretrained=True),
 }
 _PROFILE = "profiles/paper.yaml"
-_ADAPTER = "vit_adapter"  # the model of the counts of a backbone with its adapter
-# how multiply-adds are counted, see `repro.bench.flops`
+_ADAPTER = "vit_adapter"  # the model name in counts of a backbone with its adapter
+# conventions of counting multiply-adds, see `repro.bench.flops`
 _CONVENTIONS = "macs_g", "macs_g_paper_convention", "macs_g_of_authors", "macs_g_fvcore"
-# published scores of drawn pictures: their number, and the reference batch
+# the protocol of published scores of generated pictures: their number, and the reference batch
 _DRAWN, _REFERENCE = 50_000, "VIRTUAL_imagenet256_labeled.npz"
-# (a speed's row in words, its median, the ends of its range over processes, None for one) -> the speed to compute with
+# (a speed's row in words, its median, the ends of its range over processes, None for one process) -> the speed to use
 Choose = Callable[[str, float, tuple[float, float] | None], float]
-# a filter on trainings: any of `image_size`, `epochs`, `mesa` (taught by the moving average of weights) and `frozen`
-# (a linearization that kept the weights of its softmax model)
+# a filter on trainings by any of `image_size`, `epochs`, `mesa` (taught by the moving average of its weights) and
+# `frozen` (whether a linearization kept the weights of its softmax model)
 _Training = Mapping[str, Any]
 _WORDS = {
     "MESA": ("mesa", True),
@@ -47,13 +47,13 @@ _WORDS = {
     "linearized": ("frozen", False),
     "linearized, frozen": ("frozen", True),
 }
-# of two rows that measure the same, the one of the first backend counts, then the one over more processes
+# of rows that measure the same, the one of the first of these backends counts, then the one over most processes
 _BACKENDS = ("triton", "numba", "torch")
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class SpeedGroup:
-    """Speed rows that may be compared: one device, batch, dtype and mode (`infer` or `train`, and whether compiled)."""
+    """The conditions that comparable speed rows share; `mode` is `infer` or `train`, and any compilation."""
 
     device: str
     batch_size: int
@@ -65,18 +65,21 @@ class SpeedGroup:
 
     @classmethod
     def of(cls, row: Row, device: str) -> "SpeedGroup":
-        """The group of a row, or of what a sweep concludes about rows."""
+        """Return the group of a speed row, or of a sweep's conclusion about rows."""
         how = {"graphs": ", through CUDA graphs", True: ", compiled"}.get(row.get("compile"), "")
         return cls(device, row["batch_size"], row["dtype"], row["mode"] + how)
 
     @property
     def caveat(self) -> str:
-        """The suffix of a number from these rows' times; times of the host give no number."""
+        """The suffix of numbers from these rows: `UNKNOWN` on a GPU without CUDA graphs, else empty.
+
+        Rows whose time is the host's give no speed, so they need no suffix.
+        """
         return f"; {UNKNOWN}" if self.device.startswith("cuda") and not self.mode.endswith("graphs") else ""
 
 
 def parse_training(asked: Sequence[int | str]) -> _Training:
-    """Parse the last arguments of `accuracy`: a side in pixels, `36 epochs`, or one of `_WORDS`, else ValueError."""
+    """Parse the last arguments of `accuracy`: side in pixels, `36 epochs`, or one of `_WORDS`, else a ValueError."""
     found: dict[str, Any] = {}
     for each in asked:
         if isinstance(each, int):
@@ -93,18 +96,19 @@ def parse_training(asked: Sequence[int | str]) -> _Training:
 
 
 def fits_training(about: Mapping[str, Any], asked: _Training) -> bool:
-    """Tell whether a record or a cell matches a filter on trainings; `mesa` and `freeze` are there where used."""
+    """Tell whether a record or a profile's cell matches a filter; a missing `mesa` or `freeze` means False."""
     said = {"epochs": about.get("epochs"), "mesa": bool(about.get("mesa"))}
-    said["image_size"] = about.get("image_size", asked.get("image_size"))  # a cell may say it elsewhere
+    said["image_size"] = about.get("image_size", asked.get("image_size"))  # a cell may state it elsewhere
     said["frozen"] = None if about.get("init") is None else bool(about.get("freeze"))
     return all(said[name] == value for name, value in asked.items())
 
 
 class Results:
-    """Every record of a checkout, read once.
+    """The records of a checkout, read once.
 
-    `scores`: stage -> keys of its scores -> labels, see `stages.Stage.scores`; records of other stages are not read.
-    `used` collects the paths of the records that numbers were read from; the caller clears it before each lookup.
+    `scores`: stage -> keys of its scores -> labels, see `stages.Stage.scores`. Only the records of these stages, those
+    in results/replications and the rows of speed are read. `used` collects the paths of the files that numbers were
+    read from; the caller clears it before each lookup.
     """
 
     def __init__(self, paths: Paths, papers: Iterable[Paper], scores: Mapping[str, Mapping[str, str]]):
@@ -115,7 +119,7 @@ class Results:
 
     @cached_property
     def counts(self) -> dict[str, tuple[Row, Source]]:
-        """`model[option=value]@size` -> row of the complexity stage."""
+        """The rows of the complexity stage with their records, by `model[option=value]@size`."""
         found = {}
         for source in self.sources:
             if source.stage == "complexity":
@@ -126,7 +130,7 @@ class Results:
 
     @cached_property
     def speed_rows(self) -> dict[SpeedGroup, list[tuple[Row, Source]]]:
-        """The speed rows of all devices, pooled over processes, each with `host`, grouped by what may be compared."""
+        """The speed rows of all devices with their records, pooled over processes, with `host`, by `SpeedGroup`."""
         groups: dict[SpeedGroup, list] = {}
         for source in (each for each in self.sources if each.path.endswith(".csv")):
             for row in mark_host(pool_runs(source.metrics["rows"])):
@@ -135,11 +139,11 @@ class Results:
 
     @cached_property
     def score_sources(self) -> list[Source]:
-        """The records of trained or evaluated models: they name their data set."""
+        """The records of trained or evaluated models: those that name a kind of data set and a model."""
         return [s for s in self.sources if all(isinstance(s.metrics.get(key), str) for key in ("kind", "model"))]
 
     def functions(self) -> dict[str, Callable]:
-        """Functions for expressions that depend neither on a device nor on the paper."""
+        """Return the functions of a ledger's expressions that depend neither on a device nor on the paper."""
         return {
             "params_m": lambda row: self._count(row, "num_params") / 1e6,
             **{field: partial(self._count, field=field) for field in _CONVENTIONS},
@@ -159,7 +163,10 @@ class Results:
     def speed_functions(
         self, group: SpeedGroup, attention: str = "unfused", choose: Choose | None = None
     ) -> dict[str, Callable]:
-        """`fps` and `memory_mib` over one group; rows with `attention` stand for the paper's unfused ones."""
+        """Return `fps` and `memory_mib` over the rows of one group.
+
+        Rows with `attention` stand for the paper's unfused ones. `choose` picks each speed; None takes the median.
+        """
 
         def find_row(field: str, model: str, size: int, asked: str | None = None) -> Row:
             return self._speed(group, field, model, size, attention if asked == "unfused" else asked)
@@ -178,12 +185,15 @@ class Results:
         return {"fps": fps, "memory_mib": memory_mib}
 
     def stands_on(self, paper: Paper, model: str) -> bool:
-        """Tell whether a paper's page shows a model's runs; a family of no paper is shown by the primary one."""
+        """Tell whether a paper's page shows a model's runs; a family of no paper is on the primary paper's page."""
         family = model.split("_")[0]
         return family in paper.families or (paper.primary and family not in self.families)
 
     def model_key(self, record: Mapping[str, Any], where: str = "") -> str:
-        """`model[option=value,...]` of a record or cell, options sorted, without the family's defaults."""
+        """Return `model[option=value,...]` of a record or cell, with sorted options, without the family's defaults.
+
+        `where` names the record in the `UserError` about options that are no mapping.
+        """
         options = record.get("options") or {}
         if not isinstance(options, Mapping):
             raise UserError(f"{where}: options: expected a mapping, got {options!r}")
@@ -193,23 +203,23 @@ class Results:
         return f"{model}[{','.join(shown)}]" if shown else model
 
     def is_full(self, source: Source) -> bool:
-        """Tell whether the score is on a benchmark's whole validation split, and on no other of the same size."""
+        """Tell whether a score is on a benchmark's whole validation split, not on another split of the same size."""
         benchmark, m = _BENCHMARKS.get(source.metrics["kind"]), source.metrics
         return benchmark is not None and (m.get("split"), m.get("held_out_images")) == ("val", benchmark.val_images)
 
     def require(self, fits: Callable[[Source], object], reason: str, command: str) -> list[Source]:
-        """The records that fit; where there are none, `Missing` with the reason and the command."""
+        """Return the records that fit; raise `Missing` with the reason and the command if there are none."""
         found = [source for source in self.sources if fits(source)]
         if not found:
             raise Missing(reason, command)
         return found
 
     def find(self, path: str) -> Source | None:
-        """The record at a path; None where a number was read from another file."""
+        """Return the record at a path; None for another file from which a number was read, such as a manifest."""
         return next((source for source in self.sources if source.path == path), None)
 
     def _read(self, stage: str, done: str, key: str, name: str) -> float:
-        """A number of a mapping in the record of a stage, whose numbers are `done`, e.g. counted."""
+        """Read a number of a mapping in a stage's record; raise `Missing` if it is not `done`, e.g. `counted`, yet."""
         for source in self.sources:
             if source.stage == stage:
                 value = check_mapping(source.metrics[key], f"{source.path}: metrics.{key}").get(name)
@@ -219,13 +229,13 @@ class Results:
         raise Missing(f"not {done} yet", f"dvc repro {stage}")
 
     def _count(self, row: str, field: str) -> float:
-        """A number of a counted row."""
+        """Read a field of a row of `counts`; raise `Missing` if there is no such row or field."""
         if row not in self.counts:
             absent = "no such row in results/complexity: not built yet, or not listed in params.yaml"
             raise Missing(absent if self.counts else "not counted yet", "repro complexity")
         found, source = self.counts[row]
         self.used.add(source.path)
-        # the convention of a family's own authors, which is not fitted to their rows
+        # for a family this is its authors' convention, which was not fitted to the rows; for the adapter it was
         if field == "macs_g_of_authors":
             field = "macs_g_paper_convention"
             if found["model"] == _ADAPTER or field not in found:
@@ -248,7 +258,7 @@ class Results:
         ]
         if not fitting:
             raise Missing(f"no run on all of {benchmark.name}; smaller runs are never compared", command)
-        # the longest training, and of those the first by name: never the one with the best score
+        # the longest training, then the first by path: the score itself must not decide
         source = min(fitting, key=lambda source: (-(source.metrics.get("epochs") or 0), source.path))
         if not isinstance(source.metrics.get(key), (int, float)):
             raise Missing(f"{source.path} has no {key}", command)
@@ -258,12 +268,12 @@ class Results:
     def _is_as_described(self, source: Source, benchmark: _Benchmark, training: _Training) -> bool:
         """Tell whether a record's training and evaluation allow a comparison with a paper's score."""
         record = source.metrics
-        if "options" not in record:  # evaluated from a file that does not say which variant of the model it holds
+        if "options" not in record:  # evaluated from a file that does not name the model's variant
             return False
-        if not source.most_seeds:  # a training evaluates in fp32, `repro evaluate` in what it is told
+        if not source.most_seeds:  # a training evaluates in fp32, `repro evaluate` in a given dtype
             is_of_recipe = bool(training.keys() - {"image_size"})
             return not is_of_recipe and fits_training(record, training) and source.identity.get("dtype") == "fp32"
-        # the command line may have shortened a training; and other first weights are another experiment
+        # outside the stages, a command line may have shortened a training; other first weights are another experiment
         starts_pretrained = benchmark.starts_pretrained or "frozen" in training
         is_alike = (record.get("init") is not None) == starts_pretrained
         return fits_training(record, training) and source.stage is not None and is_alike
@@ -278,7 +288,7 @@ class Results:
         return f"none: {_PROFILE} has no cell that trains it so"
 
     def _raised(self, probe: str) -> float:
-        """The percentage of probed models whose inner loss rises by the steps of a probe."""
+        """Return the percentage of probed models whose inner loss is higher after the steps of a probe than before."""
         missing = f"no trained model ran with `{probe}`", f"repro explain --probe {probe} --weights WEIGHTS --data DATA"
         found = self.require(lambda source: source.metrics.get("probe") == probe, *missing)
         self.used.update(source.path for source in found)
@@ -296,7 +306,7 @@ class Results:
 
     @cached_property
     def profile_cells(self) -> dict[str, Any]:
-        """`SECTION.NAME` -> cell, of all profiles: a name means one definition in all of them."""
+        """The cells of all profiles by `SECTION.NAME`, which has the same definition in all of them."""
         found = {}
         for profile in list_profiles(self.paths):
             for section, cells in load_yaml(find_profile(self.paths, profile)).items():
@@ -309,7 +319,7 @@ class Results:
         return load_yaml(file) if file.is_file() else {}
 
     def _find_cell(self, section: str, model: str, kind: str, training: _Training) -> str | None:
-        """The cell of profiles/paper.yaml that trains a model on a kind of data."""
+        """Find the cell of profiles/paper.yaml that trains a model on a kind of data; None if there is none."""
         prepared = self._paper_profile.get("prepare_data") or {}
         for name, cell in (self._paper_profile.get(section) or {}).items():
             if not isinstance(cell, Mapping) or "model" not in cell or not fits_training(cell, training):
@@ -320,7 +330,7 @@ class Results:
         return None
 
     def _state(self, absent: str, *path: str | None) -> Any:
-        """The value in profiles/paper.yaml at a key path; `Missing` with a reason where there is none."""
+        """Read the value at a key path of profiles/paper.yaml; if there is none, raise `Missing` by `absent`."""
         value: Any = self._paper_profile
         for part in path:
             value = value.get(part) if isinstance(value, Mapping) else None
@@ -334,7 +344,7 @@ class Results:
         if cell is not None:
             absent = f": {section}.{cell} does not state {key}, so the code's default holds"
         value = self._state(absent, section, cell, *key.split("."))
-        # of several sizes in training, evaluation takes the last
+        # a training with several image sizes is evaluated at the last
         return value[-1] if isinstance(value, list) else value
 
     def _expected(self, kind: str, split: str) -> int:
@@ -344,7 +354,10 @@ class Results:
         return self._state(f" has no data set of kind {kind}", "prepare_data", name, "expected", split)
 
     def _drawn(self, model: str, key: str) -> float:
-        """A score against ADM's reference batch, of pictures by weights of a whole training by the profile's cell."""
+        """Read a score of generated pictures against ADM's reference batch.
+
+        Only pictures by weights of a whole training, as the profile's cell describes it, count.
+        """
         cell = self._find_cell("generate", model, "latents", {})
         if cell is None:
             raise Missing(f"{_PROFILE} has no generate cell for it", "none")
@@ -369,7 +382,11 @@ class Results:
         raise Missing(f"{why}; others are never compared", f"{train} && {draw}")
 
     def _speed(self, group: SpeedGroup, field: str, model: str, size: int, attention: str | None) -> Row:
-        """The row that gives a field; `Missing` where none may."""
+        """Find the speed row to read a field from.
+
+        Raises:
+            Missing: the row is absent or failed, its time is the host's, or our operator is too slow to compare.
+        """
 
         def rank(found: tuple[Row, Source]) -> tuple:
             backend = found[0]["backend"]
@@ -393,7 +410,7 @@ class Results:
         return row
 
     def _memory_ratio(self) -> float:
-        for file in sorted(self.paths.speed.glob("kernels/*.csv")):  # of GPUs alone, as no kernel runs on a CPU
+        for file in sorted(self.paths.speed.glob("kernels/*.csv")):  # of GPUs alone: no kernel runs on a CPU
             if ratio := find_memory_ratio(read_bench(file)):
                 self.used.add(file.relative_to(self.paths.root).as_posix())
                 return ratio
@@ -403,7 +420,7 @@ class Results:
 
 
 def _size_of(row: Row) -> str:
-    """The image size of a row: `224`, or `800x1344` where the image is no square."""
+    """Return the image size of a row in pixels: `224`, or `800x1344` (height x width) if it is no square."""
     size = row["image_size"]
     height, width = size if isinstance(size, list) else (size, size)
     return str(height) if height == width else f"{height}x{width}"

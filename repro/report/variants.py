@@ -1,4 +1,4 @@
-"""The variants that a paper ablates: its rows next to ours, and whether its ordering is seen in our data."""
+"""The variants of a paper's ablations: tables of its numbers and ours, and verdicts on its order of variants."""
 
 import dataclasses
 import fnmatch
@@ -19,12 +19,12 @@ from .results import Missing, Results
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Group:
-    """Variants of one suite and model, trained on one machine."""
+    """The variants of one suite and one model that were trained on one machine."""
 
     suite: Suite
     variants: Mapping[str, Source]  # name -> record, in the order of the paper's tables
-    searches: Mapping[str, Source]  # name -> the search that chose its rate, where it has one of its own
-    elsewhere: tuple["Group", ...] = ()  # the same by other machines, which may have trained other ones of the variants
+    searches: Mapping[str, Source]  # name -> the search that chose the variant's learning rate, if one did
+    elsewhere: tuple["Group", ...] = ()  # the groups of other machines, which may have trained other variants
 
     @property
     def machine(self) -> str:
@@ -32,7 +32,7 @@ class Group:
 
     @property
     def common(self) -> Mapping[str, Any]:
-        """The metrics that the records have in common, from one of them."""
+        """The metrics of the first record, for keys on which all records agree, such as the model and the data."""
         return next(iter(self.variants.values())).metrics
 
     @property
@@ -45,7 +45,7 @@ class Group:
 
     @property
     def rates(self) -> str:
-        """The choice of rates: one for all variants, or one each."""
+        """The choice of learning rates in words: one rate for all variants, or one per variant."""
         if not self.has_own_rates:
             return "one rate"
         searched = self.searches.keys() == self.variants.keys()
@@ -53,21 +53,21 @@ class Group:
 
     @property
     def title(self) -> str:
-        """The model, the data and the length of the training."""
+        """The model, the data, the numbers of epochs and seeds, and the choice of learning rates."""
         m, seeds = self.common, describe_seeds(self.variants.values())
         length = f"{m['epochs']} epoch{'s' if m['epochs'] > 1 else ''}, {seeds}"
         return f"{m['model']} on {m['data']}, {length}, {self.rates}"
 
     def at(self, where: VariantTable) -> dict[str, Source]:
-        """Its variants in a table or figure, in the paper's order."""
+        """Return the trained variants of a table or figure, in the paper's order."""
         return {name: self.variants[name] for name in where.rows if name in self.variants}
 
     def read_curve(self, name: str, key: str) -> dict[int, dict[int, float]]:
-        """Seed -> epoch -> a column of a variant's learning curve; none where it is not there."""
+        """Return seed -> epoch -> a column of a variant's learning curve; empty if there is no variant or no curve."""
         return read_curves(self.variants[name], key) if name in self.variants else {}
 
     def list_changes(self, name: str) -> dict[str, Any]:
-        """The settings that distinguish a variant: options of the model, and whether inherited weights stay."""
+        """Return the settings that distinguish a variant: model options, and `freeze` if inherited weights stay."""
 
         def list_choices(source: Source) -> dict[str, Any]:
             return {**source.metrics["options"], **({"freeze": True} if source.metrics.get("freeze") else {})}
@@ -78,9 +78,10 @@ class Group:
 
 
 def find_groups(results: Results, paper: Paper, names: Collection[str] = ()) -> list[Group]:
-    """The trained variants of each of a paper's suites and models.
+    """Group a paper's trained variants by suite and model.
 
-    A group is of one machine, that with most of its variants, or of those of them that `names` has; see `rank_machine`.
+    A group belongs to the machine that `rank_machine` puts first, by all variants or by those in `names` if there are
+    any. Its `elsewhere` has the groups of the other machines.
     """
     listed = list_all(results.sources)
     trained = [each for each in listed if each.most_seeds and TOP1 in each.metrics]
@@ -104,14 +105,14 @@ def find_groups(results: Results, paper: Paper, names: Collection[str] = ()) -> 
 
 
 def _gather(suite: Suite, members: Mapping[str, Source], searches: Iterable[Source], paper: Paper) -> Group:
-    """The group of the records of one machine."""
+    """Make the group of one machine's records, and look up the searches of their learning rates."""
     ordered = {name: members[name] for name in dict.fromkeys((*paper.variants, *sorted(members))) if name in members}
     chosen = {name: _find_search(suite, name, source, searches) for name, source in ordered.items()}
     return Group(suite=suite, variants=ordered, searches={name: search for name, search in chosen.items() if search})
 
 
 def _find_search(suite: Suite, name: str, source: Source, searches: Iterable[Source]) -> Source | None:
-    """The search that chose the rate of a training: its own machine's, else another's; None where none chose it."""
+    """Find the search that chose a training's learning rate, if possible on the same machine; None if none did."""
     if suite.searches is None:
         return None
     place = suite.searches.format(variant=name)
@@ -124,7 +125,7 @@ def _read_rate(source: Source) -> float:
 
 
 def judge_group(group: Group, where: VariantTable, ledger: Ledger) -> Ordering:
-    """Test the paper's ordering of a table or figure; see `ordering.judge_ordering`."""
+    """Judge the paper's order of the variants in a table or figure by a group; see `ordering.judge_ordering`."""
     members, m = group.at(where), group.common
     top1 = {name: source.by_seed(TOP1) for name, source in members.items()}
     ends = {
@@ -134,15 +135,18 @@ def judge_group(group: Group, where: VariantTable, ledger: Ledger) -> Ordering:
 
 
 def find_ends(run: Mapping[str, Any]) -> tuple[float | None, float]:
-    """The last two accuracies of a curve in percent, on its own split; None first where there was one."""
+    """Return the last two accuracies of a run's curve in percent; the first is None if the curve has only one.
+
+    They are on the tuning split if the run has one, because the curve then is.
+    """
     of_curve = "tune_" if f"tune_{TOP1}" in run else ""
     return run[f"{of_curve}top1_previous_percent"], run[f"{of_curve}{TOP1}"]
 
 
 def find_orders(where: VariantTable, ledger: Ledger) -> list[tuple[str, str]]:
-    """(better, worse) for each two variants that the paper orders, by its text or by its printed Top-1.
+    """Return (better, worse) for each pair of variants that the paper orders, by its text or by its printed Top-1.
 
-    Pairs of `margins`, by which the paper calls one no worse, are left out.
+    By Top-1, a pair is left out if `margins` has it in reverse: the paper then calls the lower variant no worse.
     """
     if where.orders is not None:
         return [(better, worse) for better, others in where.orders.items() for worse in others]
@@ -152,20 +156,24 @@ def find_orders(where: VariantTable, ledger: Ledger) -> list[tuple[str, str]]:
 
 
 def find_printed(ledger: Ledger, row: str | None, column: str) -> str:
-    """The paper's number in a row and a column; `–` where it prints nothing."""
+    """Return the number that the paper prints in a row and a column, or `–` if it prints none."""
     entry = ledger.entries.get(f"{row}.{column}")
     return "–" if entry is None else entry.printed or "–"
 
 
 def judge_variants(report: Report) -> list[tuple[Group, VariantTable, Ordering]]:
-    """The verdict on each table for each group with two of its variants; the group with the most seeds first."""
+    """Judge each table by each group with at least two of its variants, the group with the most seeds first."""
     tables = report.paper.compared
     pairs = sorted(_pair(report), key=lambda pair: (tables.index(pair[1]), -pair[0].most_seeds))
     return [(group, where, judge_group(group, where, report.paper.ledger)) for group, where in pairs]
 
 
 def list_ablations(report: Report) -> str:
-    """The verdicts on orderings, then every table and figure of each group; nothing where the paper ablates nothing."""
+    """Write the verdicts on orders, then every table and figure of each group; empty if the paper has no suites.
+
+    Raises:
+        Missing: no variant is trained yet.
+    """
     if not report.paper.suites:
         return ""
     ledger, command = report.paper.ledger, report.paper.train_command
@@ -184,7 +192,7 @@ def list_ablations(report: Report) -> str:
     for group, where, found in judged:
         blocks += [f"### {where.place}: {group.title}", warn_of_seeds(group.at(where).values())]
         blocks += [report.paper.ablations.notes.get(where.place, ""), _rows_table(group, where, report)]
-        # a picture stands with its first panel
+        # a picture of several panels is shown once, at the first
         names = [name for name, panels in drawn.items() if panels[0] == (group, where)]
         blocks += [picture(f"figures/{name}", where.place) for name in names]
         if absent := [name for name in where.rows if name not in group.variants]:
@@ -196,7 +204,7 @@ def list_ablations(report: Report) -> str:
 
 
 def list_unlike_machines(report: Report) -> str:
-    """The tables whose variants another machine judges otherwise; nothing without such tables."""
+    """List the tables on which another machine's records change the verdict; empty if there are none."""
     lines = []
     for group, where, _ in judge_variants(report):
         for each, other, same in _judge_elsewhere(group, where, report.paper.ledger):
@@ -208,7 +216,7 @@ def list_unlike_machines(report: Report) -> str:
 
 
 def describe_elsewhere(group: Group, names: Collection[str]) -> str:
-    """A line for each other machine that made some of the experiments again: its accuracies of some variants."""
+    """List the other machines that also trained some of a group's variants, with their Top-1 of those in `names`."""
     lines = []
     for other in group.elsewhere:
         own = {name: source for name, source in other.variants.items() if name in names}
@@ -219,7 +227,7 @@ def describe_elsewhere(group: Group, names: Collection[str]) -> str:
 
 
 def _judge_elsewhere(group: Group, where: VariantTable, ledger: Ledger) -> list[tuple[Group, Ordering, Ordering]]:
-    """Each other machine with two variants that the paper orders, its verdict, and the group's of the same variants."""
+    """Return other machines' groups with an ordered pair, their verdicts, and this group's on the same variants."""
     found = []
     for other in group.elsewhere:
         shared = {name: source for name, source in group.variants.items() if name in other.variants}
@@ -239,7 +247,7 @@ def _show_top1(source: Source) -> str:
 
 
 def plan_figures(report: Report) -> Drawings:
-    """The figures that compare variants, one for each data set: from the group with most of a panel's variants."""
+    """Plan the figures that compare variants, one per picture and data set, of the groups that `_to_draw` chooses."""
     printed = partial(find_printed, report.paper.ledger)
     drawn = {}
     for name, panels in _to_draw(report).items():
@@ -251,7 +259,7 @@ def plan_figures(report: Report) -> Drawings:
 
 
 def find_shown(report: Report) -> set[str]:
-    """The paths of the records that `list_ablations` or another document alone shows."""
+    """Return the paths of records that the ablations or another document show, which the page of runs leaves out."""
     own = {source.path for group, where in _list_pairs(report) for source in group.at(where).values()}
     patterns = [document.records for document in report.paper.documents]
     shown = set()
@@ -263,7 +271,7 @@ def find_shown(report: Report) -> set[str]:
 
 
 def _pair(report: Report) -> list[tuple[Group, VariantTable]]:
-    """Pair each group with each table that has two of its variants, unless another group says all that, and more."""
+    """Pair each group with each table that has at least two of its variants, unless another group surpasses it."""
     pairs = _list_pairs(report)
     rivals = group_by(pairs, lambda pair: pair[1].place)
     return [pair for pair in pairs if not any(_surpasses(other, *pair) for other, _ in rivals[pair[1].place])]
@@ -276,7 +284,7 @@ def _list_pairs(report: Report) -> list[tuple[Group, VariantTable]]:
 
 
 def _surpasses(other: Group, group: Group, where: VariantTable) -> bool:
-    """Tell whether another group has all of a group's variants by the same written recipes with more seeds."""
+    """Tell whether another group has all of a group's variants in a table, by the same recipes and with more seeds."""
     if any(other.common[key] != group.common[key] for key in ("model", "data")) or other.most_seeds <= group.most_seeds:
         return False
     ours, theirs = group.at(where), other.at(where)
@@ -284,8 +292,9 @@ def _surpasses(other: Group, group: Group, where: VariantTable) -> bool:
 
 
 def _to_draw(report: Report) -> dict[str, list[tuple[Group, VariantTable]]]:
-    """File name of a picture -> for each of its panels, the group with most of the panel's variants, then with own rates,
-    then with most epochs.
+    """Return file name of a picture -> the group and the table of each of its panels.
+
+    A panel shows the group with the most of its variants. Own learning rates break ties, then more epochs.
     """
     pictures = report.paper.pictures
     shown = [(group, where) for group, where in _pair(report) if where.place in pictures]
@@ -301,14 +310,14 @@ def _to_draw(report: Report) -> dict[str, list[tuple[Group, VariantTable]]]:
 
 
 def _rows_table(group: Group, where: VariantTable, report: Report) -> str:
-    """The paper's accuracy of each variant, then our numbers, with those of detectors that began from these weights."""
+    """Write a row per variant: the paper's accuracy, ours, and scores of dense models that start from its weights."""
     paper, ledger, members = report.paper, report.paper.ledger, group.at(where)
     printed_row = next((row for row in where.rows.values() if row), None)
     columns = ledger.table(printed_row.partition(".")[0]).columns if printed_row else {}
     downstream = {name: _downstream_scores(report.results, source) for name, source in members.items()}
     asked = [key for key in columns if key in paper.ablations.columns.get(where.place, columns)]
     extra = [key for key in asked if key != TOP1 and any(key in scores for scores in downstream.values())]
-    # its own table already compares the paper's sizes and speeds with ours
+    # sizes and speeds are left out, because the section of the paper's own table compares them with ours
     printed = [key for key in asked if columns[key].kind == "accuracy" and (key == TOP1 or key in extra)]
     theirs = [f"paper: {'Top-1 (%)' if key == TOP1 else columns[key].label}" for key in printed]
     measured = ("params (M)", "MACs (G)", "Top-1 (%)", *(columns[key].label for key in extra))
@@ -334,7 +343,7 @@ def _rows_table(group: Group, where: VariantTable, report: Report) -> str:
 
 
 def _describe_search(group: Group, name: str) -> str:
-    """The search behind a variant's rate, and its number of trials."""
+    """Describe the search that chose a variant's learning rate: its trials, and its machine if that is another."""
     search = group.searches.get(name)
     if search is None:
         return "no search on record"
@@ -344,8 +353,12 @@ def _describe_search(group: Group, name: str) -> str:
 
 @cache
 def count_macs(model: str, options: str, image_size: int, classes: int) -> float | None:
-    """Multiply-adds of a model for one image, in units of 1e9; `options` as JSON. None for a model of another version."""
-    from ..bench.flops import cost  # loads PyTorch
+    """Count a model's multiply-adds for one image, in units of 1e9.
+
+    `options` is JSON, because the cache needs hashable arguments. The result is None if this version of the code cannot
+    build the model.
+    """
+    from ..bench.flops import cost  # imported here because it loads PyTorch
 
     try:
         return cost(model, {**json.loads(options), "num_classes": classes}, (image_size, image_size)).macs / 1e9
@@ -354,7 +367,7 @@ def count_macs(model: str, options: str, image_size: int, classes: int) -> float
 
 
 def _downstream_scores(results: Results, source: Source) -> dict[str, float]:
-    """The scores of the detectors and segmenters whose first weights are this record's."""
+    """Return the scores of the detectors and segmenters that started from the weights of this record."""
     weights = f"artifacts/{source.place}/weights.safetensors"
     keys = {key for scores in results.scores.values() for key in scores} - {TOP1}
     found = {}
