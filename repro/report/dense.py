@@ -30,7 +30,7 @@ _LINES = {"pretrained": "-", "random": "--"}  # initial weights -> line style
 
 
 def _find_compared_runs(results: Results) -> _Runs:
-    """Return (stage, data set, scores without learning as text) -> the records that hold these scores next to theirs."""
+    """Return (stage, data set, scores without learning as text) -> the records that hold these reference scores."""
     runs: _Runs = {}
     for source in results.score_sources:
         m = source.metrics
@@ -76,10 +76,10 @@ def compare_without_learning(report: Report) -> str:
 
 
 def plan_dense(report: Report) -> Drawings:
-    """Plan two pictures per data set: the learning curves, and the confusions of the pipeline's runs at their first seed.
+    """Plan two pictures per data set: learning curves, and the confusions of the pipeline's runs at their first seed.
 
-    A picture is planned for a paper if one of the picture's models stands on that paper's page. The curves show one
-    training per model, task and initial weights: the one with the most seeds, and among equals the longest.
+    A picture is the same for every paper, and is planned for a paper if the paper's page shows one of its models. The
+    curves show one training per model, task and initial weights: that with most seeds, and among equals the longest.
     """
     learned: dict[str, dict[str, list[Source]]] = {}  # data set -> task -> trainings
     confused: dict[str, list[Source]] = {}
