@@ -139,7 +139,7 @@ def describe_origin(sources: Sequence[Source]) -> str:
     if not sources:
         return "no record beside it"
     devices = dict.fromkeys(source.device for source in sources)
-    # such a record was made on no device and without the parameters of a run: its text names another origin
+    # numbers that are counted and not run have `none: ` and the reason in place of a device
     if all(device.startswith("none: ") for device in devices):
         return ", ".join(device.removeprefix("none: ") for device in devices)
     made = dict.fromkeys(PIPELINE if source.stage else OUTSIDE for source in sources)
