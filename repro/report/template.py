@@ -112,7 +112,7 @@ def _find_speeds(report: Report, kind: str) -> Speeds | None:
 
 
 def count_pairs(report: Report, place: str, data: str) -> str:
-    """Return the count of seen pairs of a table or figure on a data set, for each choice of learning rates."""
+    """Return a table's or figure's count of seen pairs on a data set, for each choice of rates; else `not trained`."""
     found = {}
     for group, where, ordering in judge_variants(report):
         if where.place == place and group.common["data"] == data:
