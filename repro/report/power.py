@@ -28,7 +28,7 @@ def detectable_difference(seeds: int, pairs: int, spread: float, *, power: float
     from scipy.stats import t as student
 
     limit = student.isf(ALPHA / pairs / 2, seeds - 1)
-    # quantiles of the observed spread in units of the true one, since SciPy's noncentral t has no value at some points
+    # quantiles of the observed spread in units of the true one, since SciPy's noncentral t has gaps here
     seen = chi.ppf((np.arange(_POINTS) + 0.5) / _POINTS, seeds - 1) / math.sqrt(seeds - 1)
 
     def miss(shift: float) -> float:
