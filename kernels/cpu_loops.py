@@ -2,8 +2,8 @@
 
 A loop reads a few tokens at a time into the cache, in whole rows, the order of memory. It then goes through blocks of
 channels, whose states stay in the cache. LLVM vectorises the innermost loops over channels only while they use few
-arrays, since it has to check at run time that these do not overlap. Sums may be reassociated, but NaN and infinity are
-respected. Tasks write disjoint memory, so the result does not depend on the number of threads.
+arrays, since it has to check at run time that these do not overlap. It may reassociate sums, but must assume that NaN
+and infinity occur. Tasks write disjoint memory, and the result does not depend on the number of threads.
 
 The loops are in `cpu_scan`, `cpu_wkv`, `cpu_learner` and `cpu_around`. Arrays are contiguous, of one dtype, fp32 or
 fp64. An argument `constant` is a tuple as long as a row, since the compiler knows a tuple's length. The shape letters
