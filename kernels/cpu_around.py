@@ -1,7 +1,7 @@
-"""The parts of a Vittt block around the scan as loops that numba compiles for CPUs, see `cpu_loops`.
+"""The parts of a Vittt block around the scan, as loops that numba compiles for CPUs, see `cpu_loops`.
 
-A loop reads a token's row, keeps it in the cache for all its operations, and writes the result once. Shape letters as
-in `around.reference`.
+A loop reads a token's row, keeps it in the cache for all its operations, and writes the result once. The shape letters
+are those of `around.reference`.
 """
 
 import math
@@ -28,12 +28,12 @@ def _centre(row, eps):
 
 @Loop
 def conv_norm(first, last, constant, tokens, weight, gamma, beta, out, height, eps):
-    """Add a 3 x 3 convolution to the tokens and normalise the sum; a task is a row of the grid of one image.
+    """Add a 3 x 3 convolution to the tokens and normalise the sum; a task is a row of one image's grid.
 
     Args:
-        constant: a tuple of D elements; its length is known to the compiler.
+        constant: a tuple of D elements, whose length the compiler knows.
         tokens: (B,T,D). weight: (3,3,D). gamma, beta: (D,).
-        out: (2,B,T,D), which is written.
+        out: written, (2,B,T,D): the sum, then the normalised sum.
     """
     _, T, D = tokens.shape
     width = T // height
@@ -44,7 +44,7 @@ def conv_norm(first, last, constant, tokens, weight, gamma, beta, out, height, e
             t = y * width + x
             total, normed = out[0, b, t], out[1, b, t]
             copy_row(constant, tokens[b, t], total)
-            # the bounds leave out taps beyond the edges, where the grid is padded with zeros
+            # the bounds leave out taps beyond the edges, where the padding is zero
             for i in range(max(0, 1 - y), min(3, height + 1 - y)):
                 for j in range(max(0, 1 - x), min(3, width + 1 - x)):
                     add_scaled(constant, total, weight[i, j], tokens[b, t + (i - 1) * width + j - 1])
@@ -63,7 +63,7 @@ def gated_norm(first, last, block, zs, z_strides, gates, gate_strides, weight, b
     Args:
         zs, z_strides: z (B,T,2,D), laid flat by `threads.lay_flat`. gates, gate_strides: gate (B,T,D), likewise.
         weight, bias: (D,).
-        out: (B,T,D), which is written.
+        out: written, (B,T,D).
     """
     _, T, D = out.shape
     kind = out.dtype.type

@@ -1,11 +1,11 @@
 """TTT-Linear as loops that numba compiles for CPUs, see `cpu_loops`.
 
 A head's state stays in the cache from its first chunk to its last, and in the backward pass from a segment's last chunk
-to its first. The head width is known to the compiler, which then sees that rows do not overlap, and keeps several of
-them in flight. A chunk is padded with rows of zeros to a multiple of 4.
+to its first. The compiler knows the head width. It therefore sees that rows do not overlap, and keeps several of them
+in flight. A chunk is padded with rows of zeros to a multiple of 4.
 
-Symbols as in `ttt_linear.reference`, and S is W with β as its last row, x the normalised rows of Z. Here A has the sign
-with which it enters O = [Q 1] S + A G, and includes the learning rates. Shape letters as in `ttt_linear.reference`.
+Symbols and shape letters are those of `ttt_linear.reference`. In addition, S is W with β as its last row, and x holds
+the normalised rows of Z. A has the sign with which it enters O = [Q 1] S + A G, and includes the learning rates.
 """
 
 import numba
@@ -13,15 +13,15 @@ import numpy as np
 
 from .cpu_loops import INLINE, Loop, copy_row, dot_rows
 
-_ROWS = 4  # a chunk is padded to a multiple of it, the sides of a block of `_multiply_transposed`
+_ROWS = 4  # side of a block of `_multiply_transposed`; a chunk is padded to a multiple of it
 _BEFORE = 3  # earlier tokens in the window of a causal convolution
 
 
 @numba.njit(**INLINE)
 def _multiply(constant, A, rows, B, terms, C):
-    """Compute C += A B for `rows` rows of A and C and `terms` terms of each sum, a multiple of 4; A has any strides.
+    """Compute C += A B for `rows` rows of A and C, and `terms` terms of each sum, a multiple of 4; A has any strides.
 
-    Four terms are added at a time: a row of C is loaded and stored once for four products.
+    Four terms are added at a time, so that a row of C is loaded and stored once for four products.
     """
     for i in range(rows):
         for k in range(0, terms, 4):
@@ -32,10 +32,9 @@ def _multiply(constant, A, rows, B, terms, C):
 
 @numba.njit(**INLINE)
 def _multiply_transposed(constant, A, rows, B, columns, causal, C):
-    """Compute C += A Bᵀ for the first `rows` rows of A and C and `columns` rows of B, all multiples of 4.
+    """Compute C += A Bᵀ for the first `rows` rows of A and C, and the first `columns` rows of B, all multiples of 4.
 
-    With `causal` only the blocks of C below and on the diagonal are computed. The sixteen sums of a block stay in
-    registers.
+    With `causal`, only the blocks of C below and on the diagonal are computed. A block's 16 sums stay in registers.
     """
     D, nothing = len(constant), A.dtype.type(0)
     for i in range(0, rows, 4):
@@ -67,9 +66,9 @@ def _copy(constant, source, target):
 
 @numba.njit(**INLINE)
 def _take(constant, numbers, strides, b, r, h, origin, forth, n, X):
-    """Load n rows of a tensor (B,T,R,H,D), laid flat by `threads.lay_flat`, into X; the rest of X is zero.
+    """Load n rows of a tensor (B,T,R,H,D), laid flat by `threads.lay_flat`, into X, and set the rest of X to zero.
 
-    The first row is token `origin`; `forth` is 1 or −1, the step from token to token.
+    The first row is token `origin`. `forth` is the step from token to token, 1 or −1.
     """
     for j in range(len(X)):
         if j < n:
@@ -82,7 +81,7 @@ def _take(constant, numbers, strides, b, r, h, origin, forth, n, X):
 
 @numba.njit(**INLINE)
 def _convolve(constant, raw, n, taps, bias, X):
-    """Write n rows of a causal convolution to X, then zeros. `raw` begins with the three tokens before them."""
+    """Write n rows of a causal convolution to X, then zeros; `raw` begins with the three tokens before the n."""
     for j in range(len(X)):
         if j < n:
             for c in range(len(constant)):
@@ -105,12 +104,13 @@ def _apply(constant, S, X, rows, Y):
 def _descend(constant, rows, K, V, weight, bias, ones, eps, x, G, norms, along):
     """Compute the inner gradient G from x = Z, and normalise x in place.
 
-    `norms` and `along` get √(variance + eps) and mean(g x) of each row, with g the gradient of the normalised row.
+    Each row's √(variance + eps) is written to `norms`, and its mean(g x) to `along`, where g is the gradient by the
+    normalised row.
     """
     D, one = len(constant), G.dtype.type(1)
     share = one / G.dtype.type(D)
     for j in range(rows):
-        # the rows of the state have mean 0 up to rounding, which would grow from chunk to chunk if it were left in x
+        # the state's rows have mean 0 up to rounding, and the error would grow from chunk to chunk if it stayed in x
         offset = dot_rows(constant, x[j], ones) * share
         norm = np.sqrt(dot_rows(constant, x[j], x[j]) * share - offset * offset + eps)
         factor = one / norm
@@ -176,16 +176,15 @@ def learn_forward(
     """Run TTT-Linear; a task is one direction and head of one image.
 
     Args:
-        constant: a tuple of as many elements as a head is wide, a multiple of 4; its length is known to the compiler.
+        constant: a tuple of D elements, a multiple of 4, whose length the compiler knows.
         q, k, v: (B,T,R,H,D), each laid flat by `threads.lay_flat`, with its strides. lr: (B,T,H). scale: (R,n).
         state: (R,H,D+1,D), W0 above b0, with rows of mean 0. gamma, mu: (R,H,D).
-        taps, tap_biases: (2,R,H,4,D) and (2,R,H,D), of the causal convolutions that compute keys and queries from k; or
-            no elements, where k and q are given as they are used.
-        out: (B,T,R,H,D), which is written.
-        states: (B,R,H,segments,D+1,D), the states before all segments except the first, which are written; or no
-            elements.
+        taps, tap_biases: (2,R,H,4,D) and (2,R,H,D), the causal convolutions that compute keys and queries from k; empty
+            if k and q are the keys and queries.
+        out: written, (B,T,R,H,D).
+        states: written, (B,R,H,segments,D+1,D), the states before all segments except the first; not written if empty.
         back: (R,), 1 for a direction that starts with the last token, else 0.
-        span: tokens of a segment, whole chunks.
+        span: tokens of a segment, a multiple of the chunk.
     """
     _, T, R, H, _ = out.shape
     D, dtype = len(constant), out.dtype
@@ -212,7 +211,7 @@ def learn_forward(
             if taps.size:
                 for i in range(_BEFORE):
                     if start:
-                        # the window of the first tokens reaches into the chunk before
+                        # the window of a chunk's first tokens reaches into the previous chunk
                         copy_row(constant, raw[chunk + i], raw[i])
                     else:
                         raw[i] = 0
@@ -274,8 +273,8 @@ def learn_backward(
     """Compute the gradients of `learn_forward`, with the same tasks.
 
     A segment's chunks are run forward once more, and then backward. dout (laid flat by `threads.lay_flat`), dq, dk and
-    dv are (B,T,R,H,D). Gradients to which several tasks add are written separately for each: drate (B,T,R,H), and by
-    image dscale (B,R,H,n), dstate (B,R,H,D+1,D), dgamma and dmu (B,R,H,D), which start with zeros.
+    dv are (B,T,R,H,D). A gradient that sums over several tasks is written separately for each: drate (B,T,R,H), and by
+    image dscale (B,R,H,n), dstate (B,R,H,D+1,D), dgamma and dmu (B,R,H,D). Those by image must start with zeros.
     """
     _, T, R, H, _ = dq.shape
     D, dtype = len(constant), dq.dtype
@@ -284,7 +283,7 @@ def learn_backward(
     ones, nothing, one, two = np.ones(D, dtype), dtype.type(0), dtype.type(1), dtype.type(2)
     share = one / dtype.type(D)
     chunks = (min(span, T) + chunk - 1) // chunk
-    # for each chunk of a segment: the state before it, x and G
+    # per chunk of a segment: the state before it, x and G
     kept, xs, Gs = (
         np.zeros((chunks, D + 1, D), dtype),
         np.zeros((chunks, held, D), dtype),
@@ -299,7 +298,7 @@ def learn_backward(
     X, dY, dX = np.zeros((2 * held, D), dtype), np.zeros((2 * held, D), dtype), np.zeros((2 * held, D), dtype)
     work, square = np.zeros((4, held, D), dtype), np.zeros((3, held, held), dtype)
     V, O, u, dP = work[0], work[1], work[2], work[3]
-    sums = np.zeros((3, D), dtype)  # sums over a chunk: added to the totals chunk by chunk, they are rounded less
+    sums = np.zeros((3, D), dtype)  # sums over a chunk: adding these to the totals rounds less than adding tokens
     of_start, of_weight, of_bias = sums[0], sums[1], sums[2]
     QK, A, dA, of_rate = square[0], square[1], square[2], np.zeros(held, dtype)
     for task in range(first, last):

@@ -1,13 +1,13 @@
 """Shared parts of the loops that numba compiles for CPUs: one pass over memory where batched operations make many.
 
 A loop reads a few tokens at a time into the cache, in whole rows, the order of memory. It then goes through blocks of
-channels, whose states stay in the cache. LLVM vectorises the innermost loops over channels as long as they use few
-arrays, since it has to check at run time that these do not overlap. Sums may be reassociated, but nothing is assumed
-about NaN and infinity. Tasks write disjoint memory, and the result does not depend on the number of threads.
+channels, whose states stay in the cache. LLVM vectorises the innermost loops over channels only while they use few
+arrays, since it has to check at run time that these do not overlap. It may reassociate sums, but must assume that NaN
+and infinity occur. Tasks write disjoint memory, and the result does not depend on the number of threads.
 
 The loops are in `cpu_scan`, `cpu_wkv`, `cpu_learner` and `cpu_around`. Arrays are contiguous, of one dtype, fp32 or
-fp64. An argument `constant` is a tuple whose length, which the compiler knows, is the length of a row. Shape letters as
-in the operators' references.
+fp64. An argument `constant` is a tuple as long as a row, since the compiler knows a tuple's length. The shape letters
+are those of the operators' references.
 """
 
 import hashlib
@@ -25,18 +25,18 @@ from numba.extending import intrinsic, overload
 
 BLOCK = 64  # channels that are scanned together
 GROUP = 32  # tokens from one kept state to the next
-# numpy's error model: a division by zero follows IEEE. Python's raises an error, for which the loop would have to test
+# in numpy's error model a division by zero follows IEEE; in Python's it raises an error, for which a loop would test
 OPTIONS = {"nogil": True, "error_model": "numpy", "fastmath": {"contract", "reassoc", "nsz", "arcp"}}
 OPTIONS |= {"no_cfunc_wrapper": True}  # the wrapper for calls from C is not needed, and takes time to compile
-# Functions that loops call are inlined. A loop with a call in it is not vectorised. And a function that is not inlined
-# differs, with other last bits, between the process that compiles it and those that load the loop from the cache.
-# Loops and these functions never assign an array to an array: the error message for shapes that do not fit needs
-# numba's strings, which take seconds to compile.
+# Functions that loops call are inlined, for two reasons. LLVM does not vectorise a loop that contains a call. And a
+# function that is not inlined gives other last bits in the process that compiles it than in those that load the loop
+# from the cache. Loops and these functions never assign an array to an array: the error message for shapes that do not
+# fit needs numba's strings, which take seconds to compile.
 INLINE = OPTIONS | {"forceinline": True, "no_cpython_wrapper": True}
 _SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
 
 
-# numba runs `prange` alone on several threads, and none of the other operations that it could split
+# numba splits only `prange` over threads, and none of the other operations that it could split
 THREADS = dict.fromkeys(
     ("comprehension", "fusion", "inplace_binop", "numpy", "reduction", "setitem", "stencil"), False
 ) | {"prange": True}
@@ -45,22 +45,22 @@ THREADS = dict.fromkeys(
 class Loop:
     """A loop over tasks, `function(first, last, *constants, *arguments)`, compiled at its first call, without the GIL.
 
-    numba's cache finds a function by its file and name. The name therefore gets hashes of the loop's file and of this
-    one, whose functions are inlined: a change of either compiles the loop again.
+    numba's cache finds a function by its file and name. The name therefore gets the hashes of the loop's file and of
+    this file, whose functions are inlined, so that a change of either file compiles the loop again.
     """
 
     def __init__(self, function: Callable) -> None:
         source = hashlib.sha256(Path(inspect.getfile(function)).read_bytes()).hexdigest()[:12]
         function.__qualname__ += f"_{source}_{_SOURCE}"
         self.alone = _compile(function)
-        # (lengths of constants, dtype) -> the compiled call for them, and the address of the loop that it calls
+        # (*lengths of the constants, dtype) -> (compiled call for them, address of the loop that it calls)
         self._shared: dict[Any, tuple[Callable, int]] = {}
 
     def share(self, parts: int, tasks: int, constants: Sequence[tuple[Any, ...]], arguments: Sequence[Any]) -> None:
-        """Run the tasks on `parts` threads, each with a part of them.
+        """Run the tasks on `parts` threads, each with a part of the tasks.
 
-        The constants are tuples whose lengths the compiler knows. numba passes no tuples to its threads; they are
-        globals of the call. All arrays of floats have one dtype.
+        The constants are tuples whose lengths the compiler knows. numba passes no tuples to its threads, so the
+        constants are globals of the call. All arrays of floats have one dtype.
         """
         dtype = next(each.dtype for each in arguments if isinstance(each, np.ndarray) and each.dtype.kind == "f")
         key = (*map(len, constants), dtype)
@@ -71,7 +71,7 @@ class Loop:
         given = (numba.intp, numba.intp, *map(numba.typeof, (*constants, *arguments)))
         self.alone.compile(given)
         entry = self.alone.overloads[given]
-        # called by its address: a loop that is called by name would be compiled again as a part of the caller
+        # called by its address: a loop that is called by name would be compiled again as part of the caller
         address = entry.library.get_pointer_to_function(entry.fndesc.llvm_func_name)
         names = {"numba": numba, "call_loop": _call_loop, "CONSTANTS": tuple(constants), "__name__": __name__}
         call = types.FunctionType(_go_through.__code__, names, "go_through")
@@ -103,7 +103,7 @@ def _call_loop(context: Any, address: Any, first: Any, last: Any, arguments: Any
 
 
 def _compile(function: Callable, **options: Any) -> Callable:
-    """Return the function as numba compiles it at its first call, cached on disk where a folder can be written."""
+    """Return the function, which numba compiles at its first call and caches on disk if a folder can be written."""
     try:
         return numba.njit(cache=True, **OPTIONS, **options)(function)
     except RuntimeError:  # neither the package's folder nor the user's can be written
@@ -111,7 +111,7 @@ def _compile(function: Callable, **options: Any) -> Callable:
 
 
 def _kinds(x: Any) -> tuple[Any, Any, int, int] | None:
-    """Return the float type, the integer type of its size, the exponent's bias and the mantissa's bits.
+    """Return (float type, integer type of its size, exponent bias, mantissa bits) for a numba float type.
 
     None for a numba type other than float32 and float64.
     """
@@ -123,9 +123,9 @@ def _kinds(x: Any) -> tuple[Any, Any, int, int] | None:
 
 
 def _fit(function: Callable, low: float, high: float, degree: int, kind: Any) -> tuple[Any, ...]:
-    """Return the coefficients, highest first, of a polynomial that is close to the best one for a function.
+    """Return the coefficients, highest first, of a polynomial that is close to a function's best on [low, high].
 
-    It interpolates at the Chebyshev points of the interval from `low` to `high`.
+    The polynomial interpolates the function at the interval's Chebyshev points.
     """
     fitted = np.polynomial.Chebyshev.interpolate(function, degree, (low, high)).convert(kind=np.polynomial.Polynomial)
     return tuple(kind(each) for each in fitted.coef[::-1])
@@ -134,7 +134,7 @@ def _fit(function: Callable, low: float, high: float, degree: int, kind: Any) ->
 def exp2(x: Any) -> Any:
     """Return 2ˣ to rounding, at least the smallest normal number, and infinity above the largest.
 
-    It is a polynomial on [−½, ½] times a power of two.
+    2ˣ is computed as a polynomial on [−½, ½] times a power of two.
     """
     raise NotImplementedError("numba compiles it")
 
@@ -155,7 +155,7 @@ def _exp2(x: Any) -> Callable | None:
         power = coefficients[0]
         for k in numba.literal_unroll(coefficients[1:]):
             power = power * rest + k
-        # the power of two is written as the bits of the exponent; `highest` gives those of infinity
+        # the exponent's bits are the power of two; for `highest` they are those of infinity
         return power * integer((integer(whole) + offset) << shift).view(kind)
 
     return compute

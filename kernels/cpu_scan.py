@@ -1,6 +1,6 @@
 """The selective scan as loops that numba compiles for CPUs, see `cpu_loops`.
 
-Shape letters as in `selective_scan.reference`.
+The shape letters are those of `selective_scan.reference`.
 """
 
 import numba
@@ -11,7 +11,7 @@ from .cpu_loops import BLOCK, GROUP, INLINE, Loop, exp2, sigmoid, softplus
 
 @numba.njit(**INLINE)
 def _take_rates(exponents, start, end, square, rate):
-    """Copy the exponents (N,E) of channels `start` to `end` to row `rate` of `square` (blocks,N,·,BLOCK)."""
+    """Copy the exponents (N,E) of channels `start` to `end` to row `rate` of `square` (blocks,N,rows,BLOCK)."""
     for n in range(len(exponents)):
         for c in range(end - start):
             square[c // BLOCK, n, rate, c % BLOCK] = exponents[n, start + c]
@@ -26,10 +26,10 @@ def scan_forward(first, last, span, u, delta, exponents, B, C, D, bias, z, out, 
     Args:
         span: a multiple of BLOCK.
         u: (B,T,K,E). delta: (B,T,R,E). exponents: (R,N,E), A log₂e. B, C: (B,T,R,N). D, bias: (R,E).
-        z: (B,T,E), or no elements.
-        out: (B,T,R,E), which is written.
-        states: (B,groups,R,N,E), at the start of every group of tokens except the first, which are written; or no
-            elements.
+        z: (B,T,E); empty for no gate.
+        out: written, (B,T,R,E).
+        states: written, (B,groups,R,N,E), the states at the start of every group of tokens except the first; not
+            written if empty.
         back: (R,), 1 for a route that is scanned from the last token, else 0.
     """
     _, T, R, E = delta.shape
@@ -93,19 +93,19 @@ def scan_backward(
 ):
     """Compute the gradients of `scan_forward`, with the same tasks; dout: (B,T,R,E).
 
-    Gradients to which several tasks add are written separately for each: du, ddelta (B,T,R,E), dA (B,R,N,E), dB and dC
-    (spans,B,T,R,N), dD and dbias (B,R,E), dz (B,T,R,E) or no elements.
+    A gradient that sums over several tasks is written separately for each: du, ddelta (B,T,R,E), dA (B,R,N,E), dB and
+    dC (spans,B,T,R,N), dD and dbias (B,R,E), dz (B,T,R,E), which is empty without z.
     """
     _, T, R, E = delta.shape
     N, K, dtype = exponents.shape[1], u.shape[2], delta.dtype
     zeros = np.zeros(2, dtype)
     nothing, one, ln2 = zeros[0], np.exp2(zeros[0]), np.log(np.exp2(zeros[0]) + np.exp2(zeros[0]))
     spans = (E + span - 1) // span
-    h = np.empty((GROUP + 1, N, BLOCK), dtype)  # the states before each token of a group, and after the last
+    h = np.empty((GROUP + 1, N, BLOCK), dtype)  # states before each token of a group, and after its last
     square = np.zeros((span // BLOCK, N, 3, BLOCK), dtype)
     work = np.zeros((GROUP, span // BLOCK, 6, BLOCK), dtype)
     sums = np.zeros((span // BLOCK, 2, BLOCK), dtype)
-    # rows of `square`: a g of the token after, A log₂e and dA; rows of `work`: Δ, Δ u, y, dy and the gradients of Δ u
+    # rows of `square`: a g of the next token, A log₂e and dA; rows of `work`: Δ, Δ u, y, dy and the gradients of Δ u
     # and of Δ through the decay; rows of `sums`: dD and dbias
     LATER, RATE, OF_A, SIZE, FED, Y, DY, DFED, DSIZE, OF_D, OF_BIAS = 0, 1, 2, 0, 1, 2, 3, 4, 5, 0, 1
     for task in range(first, last):
@@ -113,7 +113,7 @@ def scan_backward(
         start = number * span
         k, forth, end = r % K, 1 - 2 * back[r], min(E, start + span)
         square[:], sums[:] = 0, 0
-        work[:] = 0  # values of the task before, in channels that this one lacks, would enter sums over channels
+        work[:] = 0  # else the previous task's values, in channels that this task lacks, enter sums over channels
         _take_rates(exponents[r], start, end, square, RATE)
         for group in range((T - 1) // GROUP, -1, -1):
             tokens, origin = min(GROUP, T - group * GROUP), back[r] * (T - 1) + forth * group * GROUP

@@ -1,4 +1,4 @@
-"""Bi-WKV as loops that numba compiles for CPUs, see `cpu_loops`. Shape letters as in `bi_wkv.reference`."""
+"""Bi-WKV as loops that numba compiles for CPUs, see `cpu_loops`; shape letters are those of `bi_wkv.reference`."""
 
 import numba
 import numpy as np
@@ -11,9 +11,9 @@ from .cpu_loops import BLOCK, GROUP, INLINE, Loop, exp2
 def _add_token(state, w, exponents, xs, ys, c):
     """Move channel c of a state one token farther away, and add 2^exponent (x, y).
 
-    The rows of a state (5,BLOCK) are m, a and b, which stand for the sums 2^m a and 2^m b; the exponent of the token
-    that set m; and how many tokens ago that was. m is computed from the last two: m − w, token after token, would lose
-    a noticeable part of w near m = 1.
+    A state (5,BLOCK) has the rows m, a and b, which stand for the sums 2^m a and 2^m b, then the exponent of the token
+    that set m, and the tokens since then. m is computed from the last two rows: subtracting w from m token by token
+    would lose a noticeable part of w near m = 1.
     """
     away = state[4, c] + exponents.dtype.type(1)
     before, exponent = state[3, c] - away * w[c], exponents[c]
@@ -29,7 +29,7 @@ def _add_token(state, w, exponents, xs, ys, c):
 
 @numba.njit(**INLINE)
 def _start(state, edge):
-    """Make a state (5,BLOCK) from m, a and b at the edge of a group, (3,BLOCK); the rows are those of `_add_token`.
+    """Write a state (5,BLOCK) from m, a and b at the edge of a group, (3,BLOCK); the rows are those of `_add_token`.
 
     Which token set m is not kept at an edge, so m is taken for the exponent of a token at distance 0.
     """
@@ -41,12 +41,12 @@ def _start(state, edge):
 
 @numba.njit(**INLINE)
 def _add_group(state, group, tokens, farthest, w, sums):
-    """Add a group's tokens to a state that moves `tokens` places away; `farthest` is the index of the farthest token.
+    """Move a state `tokens` places away and add a group's tokens; `farthest` is the index of the farthest token.
 
     Between groups a state is fp64. In fp32, m − w would lose a noticeable part of w near m = 1, thousands of times.
 
     Args:
-        state: (3,BLOCK), fp64: m, a and b, which are written. group: (GROUP,3,BLOCK): exponent, x and y of each token.
+        state: written, (3,BLOCK), fp64: m, a and b. group: (GROUP,3,BLOCK): exponent, x and y of each token.
         w: (BLOCK,). sums: (3 + GROUP,BLOCK), scratch memory: the group's m, a and b, and each token's exponent.
     """
     kind = group.dtype.type
@@ -78,23 +78,23 @@ def _add_group(state, group, tokens, farthest, w, sums):
 def wkv_forward(first, last, span, w, u, k, v, out, states):
     """Run Bi-WKV; a task is `span` channels of one image.
 
-    The loop goes through the groups twice: backward for the state behind each group, then forward for the outputs.
+    The loop goes through the groups twice: backward for the state after each group, then forward for the outputs.
 
     Args:
         span: a multiple of BLOCK.
         w, u: (C,), times log₂e. k: (B,T,C), times log₂e. v: (B,T,C).
-        out: (B,T,C), which is written.
-        states: (B,T,3,C), exponent and sum of an output's weights, and the output, which are written; or empty.
+        out: written, (B,T,C).
+        states: written, (B,T,3,C), exponent and sum of an output's weights, and the output; not written if empty.
     """
     _, T, C = k.shape
     kind, floor = k.dtype.type, EMPTY
     one = kind(1)
     spans, groups = (C + span - 1) // span, (T + GROUP - 1) // GROUP
-    # rows of `cell`: w, u, five for the state before a token, five for the state behind it, and a token's output with
-    # the exponent and sum of its weights
+    # rows of `cell`: w, u, the state before a token (5), the state after it (5), and a token's output with the exponent
+    # and sum of its weights
     W, U, LEFT, NEAR, OUT, TOP, SUM = 0, 1, 2, 7, 12, 13, 14
     cell = np.zeros((span // BLOCK, 15, BLOCK), k.dtype)
-    edge = np.empty((span // BLOCK, 2, 3, BLOCK), np.float64)  # the states before and behind a group
+    edge = np.empty((span // BLOCK, 2, 3, BLOCK), np.float64)  # the states before and after a group
     behind = np.empty((groups, span // BLOCK, 3, BLOCK), np.float64)
     right, sums = np.empty((GROUP, 3, BLOCK), k.dtype), np.empty((3 + GROUP, BLOCK), k.dtype)
     token = np.zeros((GROUP, 3, BLOCK), k.dtype)
@@ -157,9 +157,10 @@ def wkv_forward(first, last, span, w, u, k, v, out, states):
 def wkv_backward(first, last, span, w, u, k, v, states, dout, dw, du, dk, dv):
     """Compute the gradients of `wkv_forward`, with the same tasks.
 
-    dw and du are (B,C), for each image, by w and u themselves, not times log₂e; so is dk by k. The gradients are sums
-    of the same kind, over adjoint tokens with the exponent −top and the values (g, g out), where g = dout / sum. A
-    token t between a token and an adjoint token stands for one of the factors e^{−w} of that pair.
+    dw and du are (B,C), one row per image. dw, du and dk are the gradients by w, u and k themselves, without the factor
+    log₂e. The gradients are sums of the same kind as the outputs, over adjoint tokens with the exponent −top and the
+    values (g, g out), where g = dout / sum. Each token t between a token and an adjoint token stands for one factor
+    e^{−w} of that pair.
     """
     _, T, C = k.shape
     kind, floor = k.dtype.type, EMPTY
@@ -168,9 +169,9 @@ def wkv_backward(first, last, span, w, u, k, v, states, dout, dw, du, dk, dv):
     W, U, DK, DV, DW, DU = 0, 1, 2, 3, 4, 5
     K, V, E, X, Y = 0, 1, 3, 4, 5
     cell = np.zeros((span // BLOCK, 6, BLOCK), k.dtype)
-    edge = np.empty((span // BLOCK, 2, 6, BLOCK), np.float64)  # the states before and behind a group
+    edge = np.empty((span // BLOCK, 2, 6, BLOCK), np.float64)  # the states before and after a group
     behind = np.empty((groups, span // BLOCK, 6, BLOCK), np.float64)
-    left, near = np.empty((2, 5, BLOCK), k.dtype), np.empty((2, 5, BLOCK), k.dtype)  # of tokens, and of adjoint tokens
+    left, near = np.empty((2, 5, BLOCK), k.dtype), np.empty((2, 5, BLOCK), k.dtype)  # tokens, adjoint tokens
     right, sums = np.empty((GROUP, 6, BLOCK), k.dtype), np.empty((3 + GROUP, BLOCK), k.dtype)
     token = np.zeros((GROUP, 6, BLOCK), k.dtype)  # exponent and two values, of a token and of its adjoint
     token[:, 2] = one

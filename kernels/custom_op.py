@@ -1,12 +1,12 @@
-"""Registration of operators with PyTorch: a custom op with a fake kernel, its backward pass as another, FLOP formulas.
+"""Registration of operators with PyTorch: custom ops for forward and backward, with fake kernels and FLOP formulas.
 
-To torch.compile(fullgraph=True), inference mode, autocast, checkpointing and FlopCounterMode an operator is one opaque
-operation. Inside it the backend `torch`, `triton` or `numba` is chosen from device, dtype and sizes. Only then are the
-modules for Triton and numba imported, and these packages with them.
+To torch.compile(fullgraph=True), inference mode, autocast, checkpointing and FlopCounterMode, an operator is one opaque
+operation. Inside it, the backend `torch`, `triton` or `numba` is chosen by device, dtype and sizes. Triton and numba,
+and the modules for them, are imported only when they are chosen.
 
-The backend `reference` is plain operations under autograd. It also runs under forward-mode AD and the transforms of
-torch.func (jvp, grad, vmap, ...), for which a custom op has no rules: its output would have no tangent, which is a
-wrong derivative without an error.
+The backend `reference` consists of plain operations under autograd. It also runs under forward-mode AD and the
+transforms of torch.func (jvp, grad, vmap, ...). A custom op has no rules for these: its output would have no tangent,
+which is a wrong derivative without an error.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from .dispatch import Load, check_backend, compute_dtype, no_autocast
 NAMESPACE = "vision_ttt"
 
 
-# the names of argument types in the schemas of torch.library
+# Python type of an argument -> its name in the schemas of torch.library
 SCHEMA_TYPES = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
@@ -42,10 +42,10 @@ SCHEMA_TYPES = {
 class CustomOp:
     """An operator, registered as `vision_ttt::<name>`; a call returns the operator's output.
 
-    `forward` is the operation itself: (*arguments, backend, keep_states) -> (out, states), where states are for the
-    backward pass. If the backward pass needs nothing but the inputs, it is (*arguments, backend) -> out. `backward` is
-    `vision_ttt::<name>_backward`: (dout, *kept, *arguments, backend) -> the gradient of each tensor argument, which is
-    empty for an argument that is None. It has no derivative: a second one raises a RuntimeError.
+    `forward` is the custom op: (*arguments, backend, keep_states) -> (out, states), with states for the backward pass.
+    An operator that keeps no states has (*arguments, backend) -> out. `backward` is `vision_ttt::<name>_backward`:
+    (dout, *kept, *arguments, backend) -> the gradient of each tensor argument, which is empty for an argument that is
+    None. `backward` has no derivative: a second one raises a RuntimeError.
 
     A backend's module has `forward`, (x, keep_states) or (x), and `backward`, (dout, *kept, x), where x is one object
     with all arguments. out has the leading argument's dtype, or `x.out_dtype` where the arguments have one; each
@@ -60,7 +60,7 @@ class CustomOp:
         reference: x -> the output, by plain operations under autograd.
         torch_path: the module of the backend `torch`.
         load_triton: imports the modules of the backend `triton`.
-        load_loops: imports the modules of the backend `numba`, where there is one.
+        load_loops: imports the modules of the backend `numba`, for an operator that has it.
         result_shapes: (module, x, keep_states) -> the shapes of out and states; or (module, x) -> (shape of out,).
         forward_flops, backward_flops: x, with a shape in place of each tensor -> the FLOPs of a pass.
         kept: which results of `forward` are passed to `backward`, of `out` and `states`.
@@ -122,7 +122,7 @@ class CustomOp:
         if backend == "reference" or _is_transformed(x):
             with no_autocast(getattr(x, self.leading).device.type):
                 return self._reference(x)
-        if is_plain(x):  # PyTorch's dispatcher takes a host longer than the operator itself
+        if is_plain(x):  # PyTorch's dispatcher takes more of the host's time than the operator itself
             result = self._compute(x, backend, *[False] * self._has_states)
             return result[0] if self._has_states else result
         if not self._has_states:
@@ -170,7 +170,7 @@ class CustomOp:
         module, _ = self._modules(backend, x)
         out_shape, *states_shape = self._result_shapes(module, x, *keep_states)
         if states_shape and torch.compiler.is_exporting() and isinstance(states_shape[0][0], torch.SymInt):
-            # the number of states depends on the batch size, and a guard on it would fix that size in the graph
+            # the number of states depends on the batch size, which a guard on that number would fix in the graph
             states_shape = [(torch.library.get_ctx().new_dynamic_size(), *states_shape[0][1:])]
         leading = getattr(x, self.leading)
         out = leading.new_empty(out_shape, dtype=getattr(x, "out_dtype", leading.dtype))
@@ -218,7 +218,7 @@ class CustomOp:
 
 
 def _is_transformed(x: Sequence[Any]) -> bool:
-    """Return whether a tensor has a tangent, or is inside a transform of torch.func."""
+    """Tell whether a tensor has a tangent, or is inside a transform of torch.func."""
     if torch.compiler.is_compiling():  # the compiler traces transforms itself
         return False
     if not _in_transform():
@@ -232,30 +232,30 @@ def _is_transformed(x: Sequence[Any]) -> bool:
 
 
 class SeesParts(TorchDispatchMode):
-    """Dispatch mode that has to see the operations within a block of a model: under it no block is one operation."""
+    """A dispatch mode that has to see the operations within a model's blocks: under it, no block is one operation."""
 
 
 def may_be_opaque(x: Sequence[Any]) -> bool:
-    """Return whether a block's operations may be one operation that has no derivative.
+    """Tell whether a block's operations may be one operation that has no derivative.
 
-    They may if no gradients are wanted and nothing has to see them: a transform, an export, a trace, a tensor subclass
-    or a mode of `SeesParts`.
+    They may if gradients are off, and no transform, export, trace, tensor subclass or `SeesParts` mode has to see them.
     """
     sees_parts = not torch.compiler.is_compiling() and is_in_torch_dispatch_mode() and _has_mode(SeesParts)
     return not (torch.is_grad_enabled() or sees_parts or _is_followed(x))
 
 
 def may_be_node(x: Sequence[Any]) -> bool:
-    """Return whether operations with gradients may be one node of autograd.
+    """Tell whether operations with gradients may be one node of autograd.
 
-    A compiler, a mode, a transform, an export, a trace or a tensor subclass could not look into that node.
+    They may not under a compiler, a mode, a transform, an export, a trace or a tensor subclass, which could not look
+    into that node.
     """
     is_seen = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
     return torch.is_grad_enabled() and not (is_seen or _is_followed(x))
 
 
 def _is_followed(x: Sequence[Any]) -> bool:
-    """Return whether an export, a trace, a transform or a tensor subclass follows operations from tensor to tensor."""
+    """Tell whether an export, a trace, a transform or a tensor subclass follows operations from tensor to tensor."""
     return (
         torch.compiler.is_exporting()
         or torch.jit.is_tracing()
@@ -265,10 +265,10 @@ def _is_followed(x: Sequence[Any]) -> bool:
 
 
 def is_plain(x: Sequence[Any]) -> bool:
-    """Return whether an operator may be called past PyTorch's dispatcher.
+    """Tell whether an operator may be called past PyTorch's dispatcher.
 
-    It may where `may_be_opaque` is true, and no compiler, profiler or mode such as FlopCounterMode is active, which
-    would have to see even one operation.
+    It may if `may_be_opaque` holds and no compiler, profiler or mode such as FlopCounterMode is active, since these
+    have to see every operation.
     """
     is_seen = torch.compiler.is_compiling() or torch.autograd._profiler_enabled() or is_in_torch_dispatch_mode()
     return not is_seen and may_be_opaque(x)
@@ -276,7 +276,7 @@ def is_plain(x: Sequence[Any]) -> bool:
 
 @torch.compiler.assume_constant_result
 def _in_transform() -> bool:
-    """Return whether a transform of torch.func or forward-mode AD is active; a compiler has guards for both."""
+    """Tell whether a transform of torch.func or forward-mode AD is active; a compiler has guards for both."""
     return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
@@ -295,7 +295,7 @@ def recording() -> Iterator[None]:
 
 
 def _repeat(module: ModuleType, dout: Tensor, x: Any) -> list[Tensor]:
-    """Return the gradients of x's tensors: run `forward` again, under autograd."""
+    """Return the gradients of x's tensors by running `forward` again, under autograd."""
     with recording():
         leaves = {
             name: value.detach().requires_grad_() for name, value in x._asdict().items() if isinstance(value, Tensor)
@@ -305,5 +305,5 @@ def _repeat(module: ModuleType, dout: Tensor, x: Any) -> list[Tensor]:
 
 
 def _unpack_one(gradients: tuple[Tensor, ...]) -> Any:
-    """Return a single result without its tuple, as a schema with one result requires."""
+    """Return a single gradient without its tuple, as a schema with one result requires; else the tuple."""
     return gradients[0] if len(gradients) == 1 else gradients

@@ -2,9 +2,9 @@
 
 The number of graph nodes does not depend on the number of tokens: the recurrence along the sequence is PyTorch's
 higher-order `scan` (ONNX's Scan). There is only the forward pass, for fp32 or fp64 inputs and a batch of any size. The
-functions take the same arguments as the custom ops: the operator's own, the backend and `keep_states`.
+functions take the arguments of the custom ops: the operator's own, the backend and `keep_states`.
 
-Shape letters: B images, T tokens, R directions, G groups of B·R·H, and those of each operator in its own module.
+Shape letters: B images, T tokens, R directions, G = B·R·H groups, and those of each operator's own module.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,12 +23,12 @@ from .ttt_linear.torch_path import scan_order
 def ttt_linear_by_scan(*values: Any) -> tuple[Tensor, Tensor]:
     """Compute the dual form of `ttt_linear.reference`, one chunk per step.
 
-    The tokens that pad the last chunk have a rate of 0, and therefore change nothing.
+    The tokens that pad the last chunk have a learning rate of 0, and therefore change nothing.
     """
     q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, chunk_size, reverse, eps, _, _ = values
     B, T, R, H, D = q.shape
     n = min(chunk_size, T)
-    m = (T + n - 1) // n  # no negative dividend: ONNX rounds quotients towards 0
+    m = (T + n - 1) // n  # not -(-T // n): ONNX rounds the quotient of a negative dividend towards 0
 
     def per_group(x: Tensor) -> Tensor:  # (R,H,...) -> (G,...)
         return x.expand(B, *x.shape).flatten(0, 2)
@@ -43,7 +43,7 @@ def ttt_linear_by_scan(*values: Any) -> tuple[Tensor, Tensor]:
 
     c = per_group(token_scale[:, None, :n, None].expand(R, H, n, n)).tril()
     W, b, gamma, mu = (per_group(x) for x in (W0, b0.unsqueeze(2), ln_weight.unsqueeze(2), ln_bias.unsqueeze(2)))
-    # q, k, v and lr of a token are one tensor: tracing takes time for every node of the graph
+    # q, k, v and lr of a token are one tensor, since tracing takes time for every node of the graph
     tokens = torch.cat((q, k, v, lr[:, :, None, :, None].expand(B, T, R, H, 1)), -1)
     tokens = F.pad(scan_order(tokens, reverse), (0, 0, 0, 0, 0, 0, 0, m * n - T))
     tokens = tokens.unflatten(1, (m, n)).permute(1, 0, 3, 4, 2, 5).flatten(1, 3)  # (m,G,n,·), in scan order
@@ -73,7 +73,8 @@ def bi_wkv_by_scan(
 ) -> tuple[Tensor, Tensor]:
     """Compute the equation of `bi_wkv.reference` from two sums, over the tokens before t and over those after t.
 
-    Each sum is kept without its largest exponent p, by one step of the scan per token; token t itself is added last.
+    The scan runs one token per step, and keeps each sum without the factor of its largest exponent, e^p. Token t itself
+    is added last.
     """
 
     def step(p, numerator, denominator, k, v, w):
@@ -102,9 +103,9 @@ def bi_wkv_by_scan(
 
 
 def _conv2d(x, weight, bias=None, stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1):
-    """Compute a convolution; a depth-wise one with a window for each image of the batch is a sum over shifted images.
+    """Compute a convolution; if `groups` depends on the batch size, compute a sum over shifted images.
 
-    Its number of groups depends on the batch size, and ONNX requires a constant.
+    Such a convolution is depth-wise, with a window for each image of the batch. ONNX requires a constant `groups`.
     """
     if not isinstance(groups, torch.SymInt):
         return torch.convolution(x, weight, bias, stride, padding, dilation, False, (0, 0), groups)
@@ -115,7 +116,7 @@ def _conv2d(x, weight, bias=None, stride=(1, 1), padding=(0, 0), dilation=(1, 1)
 def _convolution_backward(
     dout, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask
 ):
-    """Compute the weight's gradient of such a depth-wise convolution: Σ_p x[p + offset] dout[p] for each offset."""
+    """Compute the weight's gradient of `_conv2d`'s depth-wise case: Σ_p x[p + offset] dout[p] for each offset."""
     if not isinstance(groups, torch.SymInt) or list(output_mask) != [False, True, False]:
         return NotImplemented
     height, width = weight.shape[-2:]
@@ -124,7 +125,7 @@ def _convolution_backward(
 
 
 def _shifts(x: Tensor, height: int, width: int, padding: Sequence[int]) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield the row and column of each element of a window, with the image shifted by them."""
+    """Yield (row, column, image shifted by them) for each element of a window."""
     rows, columns = x.shape[-2:]
     padded = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
     rows, columns = rows + 2 * padding[0] - height + 1, columns + 2 * padding[1] - width + 1

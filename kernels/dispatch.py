@@ -1,4 +1,4 @@
-"""Shared by all operators: choice of a backend, checks of tensor arguments, and a context without autocast."""
+"""Choice of an operator's backend, checks of its tensor arguments, and a context without autocast."""
 
 import contextlib
 import functools
@@ -19,8 +19,8 @@ from torch import Tensor
 BACKENDS = ("auto", "triton", "numba", "torch", "reference")
 _DTYPE_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
-# imports the modules of a backend, the one with `forward` and the one with `backward`; inside a function, so that Triton
-# and numba are imported only where their backend runs
+# imports a backend's modules, the one with `forward` and the one with `backward`; a function, so that Triton and numba
+# are imported only where their backend runs
 Load = Callable[[], tuple[ModuleType, ModuleType]]
 
 
@@ -30,7 +30,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def check_backend(backend: str) -> None:
-    """Raise a ValueError for an unknown name of a backend."""
+    """Raise a ValueError for a name that is none of `BACKENDS`."""
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}, expected one of {', '.join(BACKENDS)}")
 
@@ -40,20 +40,20 @@ def choose_backend(
 ) -> str:
     """Return the backend that will run for a request: `triton`, `numba`, `torch` or `reference`.
 
-    `auto` takes `triton` on a GPU that can run the operator's Triton kernels at these sizes; on a CPU `numba`, where
-    the package is installed and the operator has loops for it; else `torch`. A machine with a GPU but without the
-    compiler that Triton needs gives one warning.
+    `auto` takes `triton` on a GPU that can run the operator's Triton kernels at these sizes. On a CPU it takes `numba`
+    if the package works and the operator has loops for it. Otherwise it takes `torch`. A machine with a GPU but without
+    the compiler that Triton needs gives one warning.
 
     Args:
         backend: one of `BACKENDS`.
-        device: where the tensors are.
+        device: the device of the tensors.
         leading: the name of the argument from which the shapes of the others follow, for messages.
         load_triton: imports the operator's Triton modules.
         sizes: the arguments of the operator's `triton_fwd.unsupported`.
-        has_loops: whether the operator has loops for `numba`, at these sizes.
+        has_loops: whether the operator has loops for `numba` at these sizes.
 
     Raises:
-        ValueError: an unknown backend, or one that cannot run there.
+        ValueError: the backend is unknown, or cannot run there.
     """
     check_backend(backend)
     device = torch.device(device)
@@ -71,7 +71,7 @@ def choose_backend(
 
 
 def loops_obstacle(device: torch.device, leading: str, has_loops: bool) -> str | None:
-    """Return why numba's loops cannot run an operator on a device, or None."""
+    """Return why numba's loops cannot run an operator on a device; None if they can."""
     if not has_loops:
         return "this operator has no loops for it"
     if device.type != "cpu":
@@ -81,7 +81,7 @@ def loops_obstacle(device: torch.device, leading: str, has_loops: bool) -> str |
 
 @functools.cache
 def numba_obstacle() -> str | None:
-    """Return why numba cannot be used, or None. It is imported to find out: an old one refuses a newer NumPy."""
+    """Return why numba cannot be used, or None; numba is imported to find out, as an old one refuses a newer NumPy."""
     if importlib.util.find_spec("numba") is None:
         return "the package numba is not installed"
     try:
@@ -93,7 +93,7 @@ def numba_obstacle() -> str | None:
 
 @functools.cache
 def package_obstacle(device: torch.device) -> str | None:
-    """Return why Triton cannot work on this machine, or None; warn where a GPU is present but no compiler."""
+    """Return why Triton cannot work on this machine, or None; warn if there is a GPU but no compiler."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     if find_gpu(device) is None or (obstacle := compiler_obstacle()) is None:
@@ -103,14 +103,14 @@ def package_obstacle(device: torch.device) -> str | None:
 
 
 def find_compiler() -> str | None:
-    """Return the C compiler that Triton and torch.compile take: $CC, else gcc, else clang; None without any."""
+    """Return the C compiler that Triton and torch.compile use: $CC, else gcc, else clang; None without any."""
     return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 
 
 def compiler_obstacle() -> str | None:
     """Return why Triton cannot build a kernel's launcher, with the fix, or None.
 
-    It needs a C compiler and Python.h.
+    Triton needs a C compiler and Python.h.
     """
     chosen = find_compiler()
     if chosen is None:
@@ -135,7 +135,7 @@ def triton_obstacle(device: torch.device, leading: str, load_triton: Load, sizes
 
 
 def find_gpu(device: torch.device | str) -> Any:
-    """Return torch's properties of a GPU; None for another device, and for a fake tensor's GPU that does not exist."""
+    """Return torch's properties of a GPU; None for another device, or where a fake tensor's GPU does not exist."""
     exists = torch.device(device).type == "cuda" and torch.cuda.is_available()
     return torch.cuda.get_device_properties(device) if exists else None
 
@@ -143,7 +143,7 @@ def find_gpu(device: torch.device | str) -> Any:
 def no_autocast(device_type: str) -> contextlib.AbstractContextManager:
     """Return a context without autocast.
 
-    It is empty where autocast is off already, and then leaves no trace in an exported graph.
+    The context does nothing if autocast is already off, and then leaves no trace in an exported graph.
     """
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
@@ -158,10 +158,11 @@ def check_are_tensors(op: str, arguments: Mapping[str, object]) -> None:
 
 
 def check_leading(op: str, name: str, x: Tensor, letters: str, sizes: Sequence[int | None]) -> None:
-    """Raise a ValueError or TypeError if x, from which the shapes of the other arguments follow, is not as expected.
+    """Raise a ValueError or TypeError if the leading argument does not have the expected shape or a known dtype.
 
     Args:
         op, name: the operator and the argument, for the message.
+        x: the argument from which the shapes of the others follow.
         letters: its axes as the operator's docstring writes them, such as `(B,T,2,H,D)`.
         sizes: the size that each axis must have; None for any size of at least 1.
     """
@@ -188,10 +189,10 @@ def check_others(
     Args:
         op: the operator, for the message.
         leading: the name of the argument from which the shapes of the others follow.
-        tensors: all tensors by name, the leading one among them.
+        tensors: all tensors by name, including the leading one.
         shapes: the shape that each tensor must have, by name.
-        same_dtype: the names of those that must have the leading one's dtype; the others may also be fp32.
-        beside: what else the shapes depend on, for the message, such as ` and chunk_size 16`.
+        same_dtype: the names of the tensors that must have the leading one's dtype; the others may also be fp32.
+        beside: further sizes that the shapes depend on, for the message, such as ` and chunk_size 16`.
     """
     lead = tensors[leading]
     for name, x in tensors.items():

@@ -1,4 +1,4 @@
-"""Run numba's loops on as many threads as PyTorch has."""
+"""Calls of numba's loops from PyTorch: tensors as arrays, and as many threads as PyTorch has."""
 
 import functools
 import os
@@ -14,9 +14,15 @@ if TYPE_CHECKING:
 def run_loop(loop: "Loop", tasks: int, *arguments: Any, constants: tuple[tuple[Any, ...], ...] = ()) -> None:
     """Run a loop's tasks on as many threads as PyTorch has.
 
-    Tensors are passed as arrays, and tuples as the values that they hold. `constants` are those of `cpu_loops.Loop`.
+    Tensors are passed as arrays, and the values of a tuple as separate arguments.
+
+    Args:
+        loop: the loop.
+        tasks: the number of its tasks.
+        arguments: its arguments after the constants.
+        constants: its tuples whose lengths the compiler knows, see `cpu_loops.Loop`.
     """
-    import numba  # here, not above: imported before torch, numba would load a second OpenMP
+    import numba  # not at the top: if numba is imported before torch, it loads a second OpenMP
 
     arrays = [each for argument in arguments for each in (argument if isinstance(argument, tuple) else (argument,))]
     arrays = [each.detach().numpy() if isinstance(each, torch.Tensor) else each for each in arrays]
@@ -29,10 +35,10 @@ def run_loop(loop: "Loop", tasks: int, *arguments: Any, constants: tuple[tuple[A
 
 
 def lay_flat(x: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Return a tensor for the loops as a flat array and the strides of all axes but the last.
+    """Return a tensor as a flat array, and the strides of all axes except the last, as the loops take them.
 
-    The array has all elements from the tensor's first to its last in the order of memory: rows may be slices of longer
-    ones, and are not copied. A tensor whose last axis is not contiguous is copied.
+    The array has all elements from the tensor's first to its last in memory order. Rows may be slices of longer rows,
+    and are not copied. A tensor whose last axis is not contiguous is copied.
     """
     x = x.detach() if x.stride(-1) == 1 else x.detach().contiguous()
     numbers = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
@@ -40,9 +46,9 @@ def lay_flat(x: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 
 def split(scans: int, channels: int, block: int) -> tuple[int, int]:
-    """Return (tasks, channels of a task) for so many scans.
+    """Return (tasks, channels per task) for a number of scans.
 
-    A task has all channels, or a multiple of `block` where there would be fewer tasks than threads.
+    A task has all channels, or fewer if there would be fewer tasks than threads, in a multiple of `block`.
     """
     blocks = -(-channels // block)
     span = -(-blocks // min(blocks, -(-torch.get_num_threads() // scans))) * block
@@ -53,8 +59,8 @@ def split(scans: int, channels: int, block: int) -> tuple[int, int]:
 def _start_threads() -> int:
     """Start OpenMP's threads for numba; return the id of this process, or 0 where numba finds no OpenMP.
 
-    A child that is forked later must not use them: GNU's OpenMP would end it. numba's own threads serve one caller at a
-    time, and end a process that calls twice at once.
+    A child that is forked later must not use these threads: GNU's OpenMP would end it. numba's own thread pool is no
+    alternative, since it serves one caller at a time and ends a process that calls twice at once.
     """
     import numba
 
@@ -65,5 +71,5 @@ def _start_threads() -> int:
         numba.set_num_threads(1)
     except ValueError:
         return 0
-    torch.set_num_threads(before)  # numba has set OpenMP's number of threads to that of the processors
+    torch.set_num_threads(before)  # numba has set OpenMP's number of threads to the number of processors
     return os.getpid() if numba.threading_layer() in ("omp", "tbb") else 0

@@ -1,4 +1,4 @@
-"""What the operators' Triton files share: which dtypes run, and how a kernel is launched and tuned."""
+"""Shared parts of the operators' Triton files: the dtypes that run, and the launch and tuning of a kernel."""
 
 import contextlib
 import functools
@@ -16,27 +16,27 @@ from torch.nn import Parameter
 from .dispatch import find_gpu
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-# the arguments that a kernel's choice of a config depends on, of those that it has; a new kernel's own are added here
+# arguments on which a kernel's choice of a config depends, if it has them; add those of a new kernel here
 TUNING_KEYS = "bucket", "D", "CHUNK", "HIDDEN", "M", "C", "L", "P", "KEEP", "PASS", "CONVOLVE"
-# the arguments that a kernel must find full of zeros: it adds to them, or leaves some to other configs, whose programs
-# are more; a new kernel's own are added here
+# arguments that a kernel must find full of zeros, since it adds to them, or leaves unwritten what a config with more
+# programs would write; add those of a new kernel here
 ZEROED = ("partial_ptr",)
 
 Candidates = Callable[..., list[triton.Config]]
 
-# what was the fastest in this process, or read from disk
+# the fastest config, as found in this process or read from disk
 CHOSEN: dict[tuple, triton.Config] = {}
-# what is compiled, its config, and the places of its arguments among the given ones and the config's, by all that it is
-# compiled for: it spares a host Triton's binder
+# properties for which a kernel is compiled -> (compiled kernel, its config, the places of its arguments among the given
+# ones and the config's); a launch from here saves the host the time of Triton's binder
 READY: dict[tuple, tuple[Any, triton.Config, list[int]]] = {}
-MOST_READY = 4096  # some ten a layout of images; at more, all are forgotten, and found again
-# whether a choice is kept on disk and read from there; not where several processes share a GPU, whose times mean nothing
+MOST_READY = 4096  # a layout of images takes about ten; above the limit all are dropped, and found again
+# whether choices are kept on disk; they are not where several processes share a GPU, since their times mean nothing
 KEEP_CHOICES = True
 
 
 @functools.cache
 def require_cache() -> None:
-    """Give Triton a cache folder of this process, with a warning, where its own cannot be written (a read-only home)."""
+    """Give Triton a temporary cache folder, with a warning, if its own cannot be written (as in a read-only home)."""
     try:
         os.makedirs(triton.knobs.cache.dir, exist_ok=True)
         writable = os.access(triton.knobs.cache.dir, os.W_OK)
@@ -50,7 +50,7 @@ def require_cache() -> None:
 
 
 def dtype_obstacle(leading: str, dtype: torch.dtype, dtypes: Sequence[torch.dtype]) -> str | None:
-    """Why kernels for these dtypes cannot run a leading argument of `dtype`, or None where they can."""
+    """Return why kernels for these dtypes cannot run a leading argument of `dtype`; None if they can."""
     if dtype not in dtypes:
         return f"{leading} is {dtype}, expected one of {', '.join(map(str, dtypes))}"
     if INTERPRETED and dtype == torch.bfloat16:
@@ -59,17 +59,17 @@ def dtype_obstacle(leading: str, dtype: torch.dtype, dtypes: Sequence[torch.dtyp
 
 
 def ceil_div(a: int, b: int) -> int:
-    """⌈a / b⌉. Triton's own is made for kernels, and takes a host microseconds."""
+    """Return ⌈a / b⌉; Triton's own function is made for kernels, and takes the host microseconds."""
     return -(-a // b)
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least n >= 1, likewise."""
+    """Return the smallest power of two that is at least n >= 1, without Triton's own function, see `ceil_div`."""
     return 1 << (n - 1).bit_length()
 
 
 def direction_bits(reverse: Sequence[bool]) -> int:
-    """A bit for each direction, 1 where it is scanned from the last token."""
+    """Return an integer with one bit per direction, which is 1 if the direction is scanned from the last token."""
     return sum(flag << r for r, flag in enumerate(reverse))
 
 
@@ -84,13 +84,16 @@ def launch(
 ) -> None:
     """Run `kernel` with `config`; without one, with the fastest of its `candidates` for `sizes`.
 
-    They are tried once per value of `TUNING_KEYS`, of which the kernel has `bucket`, per dtypes and kind of GPU. Under
-    the interpreter, and where torch is to be deterministic, it is the first one, untried. `grid` may be a function of
-    the config's constants.
+    The candidates are tried once per value of `TUNING_KEYS`, dtypes and kind of GPU. Under the interpreter, and with
+    torch's deterministic algorithms, the first candidate runs without a trial.
+
+    Args:
+        kernel: has an argument `bucket`, one of `TUNING_KEYS`.
+        grid: the numbers of programs, or a function of the config's constants that returns them.
 
     Raises:
-        RuntimeError: a CUDA graph is being captured and nothing is chosen yet. Trying synchronises, which would end the
-            capture; and another config would be loaded inside it, and give other bits than outside.
+        RuntimeError: a CUDA graph is being captured and no config is chosen yet. A trial synchronises, which would end
+            the capture. Any other config would be loaded within the capture, and give other bits than outside it.
     """
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         if INTERPRETED:
@@ -99,10 +102,10 @@ def launch(
             return
         is_fixed = torch.are_deterministic_algorithms_enabled()
         chosen = config and tuple(config.all_kwargs().items())
-        # what Triton compiles an argument for, and more: where all are equal, what is compiled is the same
+        # more than Triton compiles an argument for: if all of it is equal, the compiled kernel is the same
         tensors = torch.Tensor, Parameter
         told = [(x.dtype, x.data_ptr() % 16) if type(x) in tensors else x for x in arguments.values()]
-        # a kernel is hashed by its source, which takes as long as all the rest; it lives as long as its module
+        # by id: hashing a kernel by its source takes as long as all the rest, and a kernel lives as long as its module
         same = id(kernel), device, is_fixed, chosen, sizes, *arguments, *told
         if (ready := READY.get(same)) is not None:
             compiled, config, places = ready
@@ -123,16 +126,16 @@ def launch(
             return
         if len(READY) >= MOST_READY:
             READY.clear()
-        # all of its options, as the tuner passes them: others would be another kernel to Triton, to load once more
+        # all options of the config, as the tuner passes them: with others Triton would load another kernel
         compiled, names = kernel[grid](**arguments, **config.all_kwargs()), [*arguments, *config.kwargs]
         READY[same] = compiled, config, [names.index(name) for name in kernel.arg_names]
 
 
 def _run(compiled: Any, size: tuple[int, int, int], values: Sequence[object]) -> None:
-    """As `compiled[size](*values)`, half of whose time goes to the hooks that nobody has added."""
+    """Run `compiled[size](*values)`; without launch hooks, skip the code for hooks, which takes half of the time."""
     hooks, driver = triton.knobs.runtime, triton.runtime.driver.active
     for hook in (hooks.launch_enter_hook, hooks.launch_exit_hook):
-        if hook is not None and getattr(hook, "calls", True):  # a chain of hooks, or in older versions one
+        if hook is not None and getattr(hook, "calls", True):  # a chain of hooks, or a single hook in older versions
             compiled[size](*values)
             return
     stream = driver.get_current_stream(driver.get_current_device())
@@ -140,12 +143,15 @@ def _run(compiled: Any, size: tuple[int, int, int], values: Sequence[object]) ->
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured on the device's current stream."""
+    """Tell whether a CUDA graph is being captured on the device's current stream."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def device_bucket(bucket: int, device: torch.device) -> int:
-    """A tuning key's bucket, below 65,536, for this kind of GPU: two of one architecture do not share a choice."""
+    """Return a tuning key's bucket, below 65,536, combined with a hash of this kind of GPU.
+
+    Thus two kinds of GPU of one architecture do not share a choice.
+    """
     gpu = find_gpu(device)
     kind = zlib.crc32(f"{gpu.name}, {gpu.multi_processor_count}".encode()) >> 17 if gpu else 0
     return (kind << 16) + bucket
@@ -153,12 +159,11 @@ def device_bucket(bucket: int, device: torch.device) -> int:
 
 @functools.cache
 def tuned(kernel, candidates: Candidates, *sizes: object):
-    """The kernel with its candidates for `sizes`, tuned per value of `TUNING_KEYS` and dtypes; the choice is kept on
-    disk where `KEEP_CHOICES` says so.
+    """Return the kernel with its candidates for `sizes`, tuned per value of `TUNING_KEYS` and dtypes.
 
-    All candidates run on the same arguments, and last of all the chosen one, whose results are kept: those `ZEROED` are
-    zeros again before each run. A candidate that does not fit the device's shared memory or registers counts as
-    infinitely slow.
+    All candidates run on the same arguments, and the chosen one runs last: its results are kept. The arguments
+    `ZEROED` are set to zero before each run. A candidate that does not fit the device's shared memory or registers
+    counts as infinitely slow. The choice is kept on disk if `KEEP_CHOICES` is true.
     """
     key, zeroed = ([name for name in names if name in kernel.arg_names] for names in (TUNING_KEYS, ZEROED))
     return triton.autotune(candidates(*sizes), key=key, reset_to_zero=zeroed, cache_results=KEEP_CHOICES)(kernel)

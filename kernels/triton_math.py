@@ -10,7 +10,7 @@ LOG2E = tl.constexpr(1 / math.log(2))
 
 @triton.jit
 def invert(x):
-    """Return 1/x of a normal number above 0, nearly to rounding; a division would also test for denormal numbers."""
+    """Return 1/x of a positive normal number, nearly to rounding; a division would also test for denormal numbers."""
     r = tl.rsqrt(x)
     return r * r
 

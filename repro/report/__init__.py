@@ -1,1 +1,1 @@
-"""The report: it judges each paper's ledger.yaml by our records and writes the pages. It only reads files."""
+"""The report: judges each paper's ledger.yaml by our records and writes the pages. Its only inputs are files."""

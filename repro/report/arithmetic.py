@@ -1,4 +1,4 @@
-"""Printed numbers: when a number of ours equals one, and the functions that every paper's ledger may call."""
+"""Comparison of our numbers with printed ones, and the functions that every paper's ledger may call."""
 
 import math
 from collections.abc import Callable
@@ -9,12 +9,12 @@ Number = int | float | Fraction
 
 
 def agreement(ours: Number, printed: str, *, exact: bool = False) -> str | None:
-    """The kind of agreement of our number with a printed one: `rounding`, `truncation`, or None.
+    """Return how our number agrees with a printed one: by `rounding`, by `truncation`, or None for not at all.
 
     Args:
         ours: the number at full precision.
-        printed: the paper's digits, e.g. `1.4` or `102`. Ours is cut to as many decimals.
-        exact: compare without cutting, for settings; the answer is then `equality` or None.
+        printed: the paper's digits, e.g. `1.4` or `102`. Ours is rounded or truncated to as many decimals.
+        exact: compare without rounding, for settings; the result is then `equality` or None.
     """
     target = Decimal(printed)
     value = Decimal(f"{float(ours):.12g}")  # 0.44 may be stored as 0.43999999999999995, which truncates to 0.43
@@ -33,12 +33,12 @@ def decimals(printed: str) -> int:
 
 
 def divide(a: Number, b: Number) -> Number:
-    """a / b, as an exact fraction unless one of them is a float."""
+    """Return a / b, as an exact fraction unless one of them is a float."""
     return a / b if isinstance(a, float) or isinstance(b, float) else Fraction(a, b)
 
 
 def saved(ours: Number, baseline: Number) -> Number:
-    """The reduction from `baseline` to `ours` in percent."""
+    """Return the reduction from `baseline` to `ours` in percent."""
     return 100 * (1 - divide(ours, baseline))
 
 

@@ -1,4 +1,4 @@
-"""Trainings next to a method without learning: their scores, their learning curves, and which classes they confuse."""
+"""Comparison of trainings on dense tasks with a method that learns nothing: scores, learning curves and confusions."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -26,11 +26,11 @@ from .results import Missing, Results
 
 _AHEAD, _BEHIND, _UNDECIDED = "ahead of it", "behind it", "not separated from it"
 _Runs = dict[tuple[str, str, str], list[Source]]
-_LINES = {"pretrained": "-", "random": "--"}  # by the first weights
+_LINES = {"pretrained": "-", "random": "--"}  # initial weights -> line style
 
 
 def _find_compared_runs(results: Results) -> _Runs:
-    """(stage, data set, scores without learning as text) -> the records that have these scores next to their own."""
+    """Return (stage, data set, scores without learning as text) -> the records that hold these reference scores."""
     runs: _Runs = {}
     for source in results.score_sources:
         m = source.metrics
@@ -42,12 +42,16 @@ def _find_compared_runs(results: Results) -> _Runs:
 
 
 def _name_first_weights(source: Source) -> str:
-    """`pretrained` or `random`, by a training's initial weights."""
+    """Return `pretrained` or `random`, by a training's initial weights."""
     return "pretrained" if source.metrics.get("init") else "random"
 
 
 def compare_without_learning(report: Report) -> str:
-    """A table of the runs on embedded data against a method that learns nothing, by score."""
+    """Return tables of each run's scores next to those of the method without learning, one per stage and data set.
+
+    Raises:
+        Missing: no record has the scores of such a method.
+    """
     results = report.results
     runs = _find_compared_runs(results)
     if not runs:
@@ -72,12 +76,12 @@ def compare_without_learning(report: Report) -> str:
 
 
 def plan_dense(report: Report) -> Drawings:
-    """The learning curves on a data set, and what the first seed of each run of the pipeline confuses: two pictures, the
-    same for every paper on whose page one of their models stands.
+    """Plan two pictures per data set: learning curves, and the confusions of the pipeline's runs at their first seed.
 
-    Of a model, a task and the first weights, the training with most seeds is drawn, and of these the longest.
+    A picture is the same for every paper, and is planned for a paper if the paper's page shows one of its models. The
+    curves show one training per model, task and initial weights: that with most seeds, and among equals the longest.
     """
-    learned: dict[str, dict[str, list[Source]]] = {}  # data set -> task -> pictures
+    learned: dict[str, dict[str, list[Source]]] = {}  # data set -> task -> trainings
     confused: dict[str, list[Source]] = {}
     for (stage, data, _), runs in _find_compared_runs(report.results).items():
         drawable = [source for source in runs if source.most_seeds and read_curves(source)]
@@ -101,8 +105,9 @@ def plan_dense(report: Report) -> Drawings:
 
 
 def _draw_curves(path: Path, tasks: Mapping[str, Sequence[Source]], *, results: Results) -> Path:
-    """A row for each task, and in it a panel for each score: thin lines for seeds, a thick one for their mean, a star
-    for the reported score.
+    """Draw a row of panels for each task, one per score.
+
+    Thin lines show the seeds, a thick line their mean, and a star the reported score.
     """
     figure, axes = new_figure(CURVE_SCORES, len(tasks))
     handles: dict[str, Any] = {}
@@ -132,7 +137,7 @@ def _draw_curves(path: Path, tasks: Mapping[str, Sequence[Source]], *, results: 
 
 
 def _draw_curve(panel: Any, source: Source, key: str, shift: float) -> None:
-    """The curves of a training in the colour of its family; its star stands `shift` of half an epoch after the end."""
+    """Draw a training's curves in its family's colour, and its star `shift / 2` epochs after the last epoch."""
     m, first = source.metrics, _name_first_weights(source)
     family = m["model"].split("_")[0]
     _, colour, marker, _ = STYLES.get(family, (family, "black", "x", "-"))
@@ -150,7 +155,7 @@ def _draw_curve(panel: Any, source: Source, key: str, shift: float) -> None:
 
 
 def _draw_confusion(path: Path, sources: Sequence[Source]) -> Path:
-    """A matrix of shares for each training: each row, the truth, adds up to 100 %."""
+    """Draw each training's confusion matrix as shares; each row, a true class, adds up to 100 %."""
     matrices: list[Mapping[str, Any]] = [source.metrics["by_seed"][0]["confusion"] for source in sources]
     figure, panels = new_figure(len(sources))
     side = 1.6 + 0.42 * max(len(each["classes"]) for each in matrices)
@@ -175,7 +180,7 @@ def _draw_confusion(path: Path, sources: Sequence[Source]) -> Path:
 
 
 def _against(source: Source, reference: Mapping[str, float], labels: Mapping[str, str]) -> str:
-    """The scores in which a run is ahead of the method without learning, behind it, or undecided."""
+    """Name the scores in which a run is ahead of the method without learning, behind it, or not separated from it."""
     m = source.metrics
     said: dict[str, list[str]] = {_AHEAD: [], _BEHIND: [], _UNDECIDED: []}
     for key, label in labels.items():
@@ -189,7 +194,10 @@ def _against(source: Source, reference: Mapping[str, float], labels: Mapping[str
 
 
 def _compare_first_weights(sources: Sequence[Source], labels: Mapping[str, str]) -> str:
-    """The gain of pretrained initial weights in the first score at equal epochs; empty without both over seeds."""
+    """Return the gain of pretrained over random initial weights in the first score, at equal model and epochs.
+
+    A model without an interval over seeds for both is left out; the text is empty where none is left.
+    """
     key, label = next(iter(labels.items()))
     runs = [source for source in sources if find_score_interval(source.metrics, key)]
     by_length = group_by(runs, lambda source: (source.metrics["model"], source.metrics["epochs"]))
@@ -208,7 +216,7 @@ def _compare_first_weights(sources: Sequence[Source], labels: Mapping[str, str])
 
 
 def _class_scores(sources: Sequence[Source]) -> str:
-    """The IoU of each class, the mean over a run's seeds; nothing where no run has it."""
+    """Return a table of each class's IoU as the mean over a run's seeds; empty where no run has it."""
     key = "class_iou_percent"
     names, rows = [], []
     for source in sources:

@@ -1,7 +1,7 @@
-"""The errata: for the authors of each paper, its errors, its inconsistencies and our questions, in lists of their own.
+"""The errata page: lists of each paper's errors, its inconsistencies and our questions, for the paper's authors.
 
-A ledger says which entries an erratum is of, in which list it stands and at which place, and what is proposed. Whether
-it is one is for code to say: by the verdicts on these entries.
+A ledger declares an erratum's entries, its list, its place there and the proposed correction. The code decides by the
+verdicts on these entries whether it is an erratum.
 """
 
 import re
@@ -12,7 +12,7 @@ from .ledger import Erratum
 from .markdown import join, strong, table
 from .verdicts import Status, Verdict, format_ours
 
-# name of a list in a ledger -> its heading, and the head of its last column
+# name of a list in a ledger -> its heading, and the heading of its column of proposals
 LISTS = {
     "errors": ("Errors", "proposed correction"),
     "inconsistencies": ("Inconsistencies", "proposed correction"),
@@ -23,7 +23,10 @@ _Entry = tuple[Erratum, Sequence[Verdict]]
 
 
 def list_errata(reports: Sequence[Report]) -> str:
-    """The sections of the errata; a paper whose list is withheld has the reason, and one without any item no section."""
+    """Return the sections of the errata.
+
+    A paper whose list is withheld has the reason instead. A paper without items has no section.
+    """
     sections = []
     for report in reports:
         about, errata = report.paper.ledger.paper, report.paper.ledger.errata
@@ -45,11 +48,11 @@ def list_errata(reports: Sequence[Report]) -> str:
 
 
 def find_items(report: Report, name: str) -> Iterator[_Entry]:
-    """Each item of a list with the verdicts behind it, in the ledger's order.
+    """Yield each item of a list with the verdicts behind it, in the ledger's order.
 
-    An error or an inconsistency is an item only while a verdict says so: the paper contradicts itself, the number
+    An error or an inconsistency is an item only while a verdict supports it: the paper contradicts itself, the number
     cannot have been measured, or ours differs and a computation or a source shows why. A question may be about any
-    entry. A contradiction that the ledger places nowhere is the last of the inconsistencies.
+    entry. Contradictions that the ledger places in no list come last among the inconsistencies.
     """
     errata = report.paper.ledger.errata
     for erratum in getattr(errata, name):
@@ -71,7 +74,7 @@ def _show_item(report: Report, rank: int, item: _Entry) -> list[str]:
 
 
 def _show_places(alike: Sequence[Verdict]) -> str:
-    """The places in the paper; rows of one column of a table stand together."""
+    """Return the entries' places in the paper; rows of one column of a table are listed together."""
     rows: dict[str, list[str]] = {}
     for place in dict.fromkeys(each.entry.place for each in alike):
         found = re.fullmatch(r"(.*), row (.*)(, column .*)", place)
@@ -80,7 +83,7 @@ def _show_places(alike: Sequence[Verdict]) -> str:
 
 
 def _show_printed(alike: Sequence[Verdict]) -> str:
-    """The numbers that are printed, each once, and the sentence that has each in the text."""
+    """Return the printed numbers, each once, and the sentences of the text that print them or state a claim."""
     entries = [each.entry for each in alike]
     numbers = {
         f"{each.printed} {each.unit}".strip(): each.says for each in reversed(entries) if each.printed is not None
@@ -92,14 +95,14 @@ def _show_printed(alike: Sequence[Verdict]) -> str:
 
 
 def _show_evidence(report: Report, item: _Entry) -> str:
-    """The erratum's own words, or else those of its verdicts, with what we count or compute instead."""
+    """Return the erratum's own reason, or else its verdicts' reasons, with the numbers that we count or compute."""
     erratum, alike = item
     reasons = dict.fromkeys(filter(None, (each.evidence or each.explanation for each in alike)))
     text = erratum.because or "; ".join(reasons)
     counted = [format_ours(each) for each in alike if each.status == Status.EXPLAINED and each.delta is not None]
     if counted:
         text += f"; we count {', '.join(counted)} {alike[0].entry.unit}".rstrip()
-    # the residual of each printed equation that is computed and fails
+    # a printed equation that fails is shown with its residual
     failing = [each.entry.ours.calls for each in alike if each.entry.ours and each.ours is False]
     errors = [call for calls in failing for call in calls if call.name.endswith("_error")]
     if residuals := dict.fromkeys(f"{report.paper.formulas()[name](*given):.2f}" for name, given in errors):

@@ -1,4 +1,4 @@
-"""Expressions of a ledger, parsed once: `table1.a.fps / fps("model", 224) > 2 and ...`."""
+"""Expressions of a ledger, such as `table1.a.fps / fps("model", 224) > 2 and ...`: parsed once, evaluated often."""
 
 import ast
 import functools
@@ -20,21 +20,21 @@ _OPERATORS: dict[type, Callable] = {
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }
-_Functions = Mapping[str, Callable]  # `entry` looks up an id
+_Functions = Mapping[str, Callable]  # by name; `entry` looks up an id
 
 
 class Call(NamedTuple):
-    """A call in an expression; an argument that is no constant is None here."""
+    """A call in an expression; `args` has None for an argument that is no constant."""
 
     name: str
     args: tuple[int | float | str | None, ...]
 
 
 class Expression:
-    """Numbers, ids of the ledger, strings as arguments, `+ - * / % **`, comparisons, `and`, and calls of functions.
+    """An expression of numbers, ids of the ledger, `+ - * / % **`, comparisons, `and`, and calls of functions.
 
-    An id is written as it is, or as `entry("text.5_3.speedup_1280_t")` where a part begins with a digit. Anything else
-    is a `ValueError`.
+    Strings are arguments of calls. An id is written as it is, or as `entry("text.5_3.speedup_1280_t")` where a part
+    begins with a digit. Other syntax raises a `ValueError`.
     """
 
     def __init__(self, tree: ast.expr):
@@ -42,7 +42,7 @@ class Expression:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse an expression, which may be broken into lines; a `ValueError` names the part that is not understood."""
+        """Parse an expression, which may have line breaks; raise a `ValueError` that names a part of other syntax."""
         try:
             return cls(ast.parse(" ".join(text.split()), mode="eval").body)
         except SyntaxError:
@@ -50,7 +50,7 @@ class Expression:
 
     @functools.cached_property
     def references(self) -> tuple[str, ...]:
-        """The ids that it names, each once."""
+        """The ids that the expression names, each once."""
         return tuple(dict.fromkeys(name for node in _walk(self._tree) if (name := _id_of(node))))
 
     @functools.cached_property
@@ -69,14 +69,19 @@ class Expression:
 
     @property
     def left(self) -> "Expression":
-        """The left side of its (first) comparison, or the expression itself: the number that evidence shows."""
+        """The left side of the first comparison, or else the first conjunct: the number that evidence shows."""
         first = self.conjuncts[0]
         return Expression(first._tree.left) if isinstance(first._tree, ast.Compare) else first
 
     def evaluate(self, value: Callable[[str], Number], functions: Mapping[str, Callable]) -> Any:
-        """Its value: a number, or a bool for a comparison. Integers and printed numbers stay exact.
+        """Return the value, a number, or a bool for a comparison; integers and printed numbers stay exact.
 
-        `value` looks up an id; `functions` may be called besides `arithmetic.FUNCTIONS`, others are a `ValueError`.
+        Args:
+            value: looks up an id.
+            functions: the functions that may be called in addition to `arithmetic.FUNCTIONS`, by name.
+
+        Raises:
+            ValueError: the expression calls another function.
         """
         functions = {**FUNCTIONS, **functions, "entry": value}
         if unknown := [call.name for call in self.calls if call.name not in functions]:
@@ -85,7 +90,7 @@ class Expression:
 
 
 def _id_of(node: ast.AST) -> str | None:
-    """`a.b.c` for a chain of attributes and for `entry("a.b.c")`, None for any other node."""
+    """Return the id `a.b.c` for a chain of attributes or for `entry("a.b.c")`; None for any other node."""
     match node:
         case ast.Call(func=ast.Name(id="entry"), args=[ast.Constant(value=name)]):
             return name
@@ -96,7 +101,7 @@ def _id_of(node: ast.AST) -> str | None:
 
 
 def _walk(node: ast.AST) -> Iterator[ast.AST]:
-    """A node and those below it, but not the parts of an id."""
+    """Yield a node and those below it, without the parts of an id."""
     yield node
     if _id_of(node) is None:
         for child in ast.iter_child_nodes(node):
@@ -104,7 +109,7 @@ def _walk(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _compile(node: ast.expr) -> Callable[[_Functions], Any]:
-    """A function that evaluates the node; other syntax than a ledger's is refused here."""
+    """Return a function that evaluates the node; raise a `ValueError` for syntax that no ledger has."""
     if name := _id_of(node):
         return lambda functions: functions["entry"](name)
     match node:

@@ -1,6 +1,4 @@
-"""The paper's figures in its order, each with our pictures of it or the command that draws them; example pictures; and
-the picture of its model against a baseline over the image size.
-"""
+"""Pictures of a paper's page: its figures with ours, learning curves, and its model's speed against a baseline."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -19,7 +17,7 @@ from .verdicts import format_counts, format_ratio
 
 
 def list_figures(report: Report) -> str:
-    """The paper's figures and ours, with the ledger's words on each."""
+    """Return a section per figure of the paper: our pictures or the command that draws them, and its statuses."""
     root = report.results.paths.results
     drawn = {
         each.place: sorted(file.relative_to(root).as_posix() for file in root.glob(each.files))
@@ -38,7 +36,7 @@ def list_figures(report: Report) -> str:
         about = f"{state} Entries: {entries or 'none'}."
         blocks += [f"### {figure.place}", f"The paper shows: {figure.shows}.", about]
         for name in files:
-            # pictures elsewhere are drawn by the stage that wrote the record in their folder
+            # a picture outside figures/ is drawn by the stage that wrote the record in the picture's folder
             is_ours = name.startswith("figures/")
             sources = drawings.get(Path(name).name, ([],))[0] if is_ours else _find_beside(name, report.results)
             blocks.append(picture_blocks(name, f"{figure.place}, ours: {Path(name).stem}", sources, report))
@@ -46,7 +44,7 @@ def list_figures(report: Report) -> str:
 
 
 def list_examples(report: Report) -> str:
-    """The pictures of dense tasks: learning curves and confusions."""
+    """Return the pictures of dense tasks: learning curves and confusions."""
     drawn = plan_dense(report).items()
     return join(
         picture_blocks(f"figures/{name}", Path(name).stem.replace("_", " "), of, report) for name, (of, _) in drawn
@@ -54,17 +52,17 @@ def list_examples(report: Report) -> str:
 
 
 def picture_blocks(name: str, alt: str, sources: Sequence[Source], report: Report) -> str:
-    """A picture, and below it the device and the profile of the records that it is drawn from."""
+    """Return a picture, and below it the devices and the origin of the records that it is drawn from."""
     return join([picture(name, alt), f"`{name}`: {describe_origin(sources)}"])
 
 
 def list_drawings(report: Report) -> Drawings:
-    """All pictures that the report draws from records."""
+    """Return all pictures that the report draws from records for a paper."""
     return {**plan_figures(report), **_plan_comparison(report), **plan_dense(report), **report.paper.drawings(report)}
 
 
 def _find_beside(name: str, results: Results) -> list[Source]:
-    """The records in a picture's folder or above it."""
+    """Return the records in a picture's folder or above it."""
     beside = {f"results/{folder}{end}" for folder in Path(name).parents for end in ("/metrics.json", ".json")}
     return [source for source in results.sources if source.path in beside]
 
@@ -75,16 +73,18 @@ _BACKENDS = {"numba": "compiled loops", "triton": "compiled kernels"}
 
 @dataclasses.dataclass(frozen=True)
 class Speeds:
-    """The rows of one record of a paper's model and its baseline under equal conditions."""
+    """The rows of one record for a paper's model and its baseline, under equal conditions."""
 
     comparison: Comparison
     group: SpeedGroup
     source: Source
-    rows: dict[tuple[str, str | None, int], Row]  # by registered name, attention and image size
+    rows: dict[tuple[str, str | None, int], Row]  # (registered name, attention, image size in pixels) -> row
 
     def find_ratio(self, attention: str, size: int) -> str:
-        """Say how many times as fast the model is as the baseline with this attention, with the ratios of the ends of
-        both ranges; `HOST` where a time is the host's, empty where there is no ratio.
+        """Return the model's speed as a multiple of the baseline's with this attention, with the ends of the ratio.
+
+        The ends follow from the ranges over processes. The result is `HOST` if a time is the host's, and empty if there
+        is no ratio.
         """
         rows = self._pair(attention, size)
         if ratio := rows and bound_ratio(*rows):
@@ -92,7 +92,7 @@ class Speeds:
         return HOST if any(row["host"] == HOST for row in rows) else ""
 
     def find_memory(self, attention: str, size: int) -> str:
-        """Say how much more or less memory the model takes than the baseline; empty where a peak is not known."""
+        """Say by how many percent the model takes more or less memory than the baseline; empty for an unknown peak."""
         peaks = [row["peak_memory_mib"] for row in self._pair(attention, size)]
         if not peaks or not all(peaks):
             return ""
@@ -100,8 +100,9 @@ class Speeds:
         return f"{abs(more):.0f} % {'more' if more > 0 else 'less'} memory"
 
     def describe_crossings(self) -> str:
-        """The crossing of the model's line below the baseline's beyond doubt, in words: the measured sizes on
-        either side of it, or that there is none. Empty where too few sizes have ranges over processes.
+        """Say from which image size on the model's time and memory lie below the baseline's beyond the ranges of both.
+
+        A crossing is named by the measured sizes on both of its sides. Empty if too few sizes have ranges.
         """
         sizes = sorted({size for *_, size in self.rows})
         said = []
@@ -118,7 +119,7 @@ class Speeds:
         return f"{line}, by more than processes differ: {'; '.join(said)}." if said else ""
 
     def describe_sides(self) -> str:
-        """The state of either side, compiled, frozen or neither, and the device, in words."""
+        """Say how the model and the baseline ran, compiled, frozen or neither, and on which device."""
         said = []
         for (name, label), is_frozen in (
             (self.comparison.ours, self.comparison.frozen),
@@ -131,14 +132,14 @@ class Speeds:
         return f"{', '.join(said)} ({self.group.device.partition(': ')[2]})"
 
     def _pair(self, attention: str, size: int) -> tuple[Row, ...]:
-        """The rows of the model and of the baseline with this attention; empty where one is missing."""
+        """Return the rows of the model and of the baseline with this attention; empty if one is missing."""
         (ours, _), (theirs, _) = self.comparison.ours, self.comparison.theirs
         rows = self.rows.get((ours, None, size)), self.rows.get((theirs, attention, size))
         return rows if all(rows) else ()
 
     @property
     def rank(self) -> tuple:
-        """Most of the comparison's image sizes, then most rows, then a GPU."""
+        """The sort key of the best record: most of the comparison's image sizes, then most rows, then a GPU."""
         models, sizes = self.comparison.series.values(), self.comparison.sizes
         wanted = sum((*model, size) in self.rows for model in models for size in sizes)
         return wanted, len(self.rows), self.is_gpu, self.source.path
@@ -149,7 +150,11 @@ class Speeds:
 
 
 def _place_crossing(ends: Mapping[int, tuple[float, float]]) -> str | None:
-    """The crossing in words, by the least and the largest ratio at each image size; None for too few sizes."""
+    """Return the crossing in words; None for too few sizes.
+
+    Args:
+        ends: image size in pixels -> (least, largest) ratio.
+    """
     from ..bench.conclude import crossover  # loads numpy
 
     verdict, start = crossover(ends)
@@ -160,7 +165,7 @@ def _place_crossing(ends: Mapping[int, tuple[float, float]]) -> str | None:
 
 
 def _plan_comparison(report: Report) -> Drawings:
-    """The picture of a paper's baseline comparison, if its rows were measured."""
+    """Plan the picture of a paper's comparison with its baseline, if its rows were measured."""
     comparison = report.paper.comparison
     if (speeds := find_speeds(comparison, report.results)) is None:
         return {}
@@ -175,14 +180,14 @@ def _plan_comparison(report: Report) -> Drawings:
 
 
 def find_speeds(comparison: Comparison | None, results: Results) -> Speeds | None:
-    """The record that a picture shows: the best of `find_all_speeds`, among equals a GPU's."""
+    """Return the record that the picture shows, the best of `find_all_speeds`; None without any."""
     return max(find_all_speeds(comparison, results), key=lambda speeds: speeds.rank, default=None)
 
 
 def find_all_speeds(comparison: Comparison | None, results: Results) -> list[Speeds]:
-    """The best record of inference for each kind of device and batch size: a GPU's first, then large batches.
+    """Return the best record of inference for each kind of device and batch size: GPUs first, then large batches.
 
-    The best has most of the comparison's image sizes; among equals, most rows.
+    The best record has most of the comparison's image sizes, and among equals most rows.
     """
     if comparison is None:
         return []

@@ -1,4 +1,4 @@
-"""results/report.html: the pages of all papers and their ledgers as one file, from `template.html`; all is escaped."""
+"""results/report.html: the pages and ledgers of all papers as one file, from `template.html`; all text is escaped."""
 
 import base64
 import io
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from markdown_it import MarkdownIt
     from markdown_it.token import Token
 
-_LARGEST = 1400  # pixels across of an embedded picture; a screen shows no more, and the page stays small
-_PROSE = 22  # a cell with more characters than this holds text to read, and gets the width for it
+_LARGEST = 1400  # largest side of an embedded picture in pixels: a screen shows no more, and the page stays small
+_PROSE = 22  # a cell with more characters holds text to read, and gets more width
 _MARKS = "|".join(sorted({status.mark for status in STATUSES}, key=len, reverse=True))
-# a cell of the paper's number, ours and marks, or of marks alone; a lone dash is no mark, as it may stand for any value
+# a cell with the paper's number, ours and marks, or marks alone; a lone dash is no mark, as it may stand for any value
 _STATUS = rf"(?:{_MARKS})(?: \([+−][\d.]+\))?(?: / | |$)"
 _CELL = re.compile(rf"(?:(?P<paper>(?!{_STATUS})[^ →]*) ?(?P<to>→ (?P<ours>[^→]+?))?(?: |$))?(?P<marks>(?:{_STATUS})*)")
 
 
 def render_html(pages: Sequence[tuple[Report, str]]) -> str:
-    """The page, with a tab for each paper where there are several; the primary paper comes first.
+    """Return the page as HTML, with a tab for each paper where there are several; the primary paper comes first.
 
     Args:
-        pages: a report, and its page in Markdown, whose links start from the checkout's root.
+        pages: (report, its page in Markdown, whose links start from the checkout's root).
 
     Raises:
         UserError: a picture cannot be read.
@@ -48,7 +48,7 @@ def render_html(pages: Sequence[tuple[Report, str]]) -> str:
 
 
 def _describe(report: Report, page: str, prefix: str, parser: "MarkdownIt") -> dict[str, Any]:
-    """The template's variables for a paper; its ids begin with `prefix`."""
+    """Return the template's variables for a paper, whose HTML ids begin with `prefix`."""
     lead, *sections = (part.partition("\n") for part in re.split(r"^##? ", page, flags=re.M)[1:])
     return {
         "paper": report.paper,
@@ -66,14 +66,14 @@ def _describe(report: Report, page: str, prefix: str, parser: "MarkdownIt") -> d
 
 
 def render_section(parser: "MarkdownIt", title: str, body: str, prefix: str) -> str:
-    """The HTML of a section's Markdown; `prefix` is the beginning of its ids."""
+    """Return a section's Markdown as HTML, with ids that begin with `prefix`."""
     tokens = parser.parse(body)
     _adapt(tokens, title, prefix)
     return parser.renderer.render(tokens, parser.options, {})
 
 
 def make_parser(folder: Path) -> "MarkdownIt":
-    """A Markdown parser that embeds the pictures of a folder; raw HTML and `<links>` are text."""
+    """Return a Markdown parser that embeds the pictures of a folder; raw HTML and `<links>` stay text."""
     from markdown_it import MarkdownIt
     from markdown_it.common.utils import escapeHtml
 
@@ -99,7 +99,7 @@ def make_parser(folder: Path) -> "MarkdownIt":
 
 
 def _adapt(tokens: "Sequence[Token]", title: str, prefix: str) -> None:
-    """Give headings their ids, links their way from results/, and the cells of tables what the style sheet asks for."""
+    """Adapt tokens in place: ids of headings, links relative to results/, and the style sheet's attributes of cells."""
     table, labels, column = None, [], 0
     for token, inside, end in zip_longest(tokens, tokens[1:], tokens[2:]):
         for child in token.children or ():
@@ -119,7 +119,7 @@ def _adapt(tokens: "Sequence[Token]", title: str, prefix: str) -> None:
             token.attrs["scope"] = "col"
             labels.append(inside.content)
         elif token.type == "td_open":
-            # where the first column has no title but others have one, its cells are the heads of the rows
+            # a first column without a title, next to columns with one, holds the heads of the rows
             if column == 0 and not labels[0] and any(labels):
                 token.attrs["scope"] = "row"
                 token.tag = end.tag = "th"
@@ -144,7 +144,7 @@ def _adapt_cell(cell: "Token", inside: "Token", table: "Token", label: str, *, i
 
 
 def _show_compared(found: re.Match[str]) -> str:
-    """A cell of `_CELL` as HTML."""
+    """Return a cell that matches `_CELL` as HTML."""
     from markupsafe import escape
 
     def show_mark(mark: re.Match[str]) -> str:
@@ -163,7 +163,7 @@ def _show_compared(found: re.Match[str]) -> str:
 
 
 def _explain(verdict: Verdict, report: Report) -> list[tuple[str, str]]:
-    """(label, text) of a verdict's details on demand."""
+    """Return (label, text) of each detail that the page shows on demand for a verdict."""
     entry, status = verdict.entry, verdict.status
     about = [("entry", entry.id)]
     if status == Status.NOT_MEASURABLE:
@@ -183,7 +183,15 @@ def _explain(verdict: Verdict, report: Report) -> list[tuple[str, str]]:
 
 
 def _embed(folder: Path, name: str) -> Mapping[str, Any] | None:
-    """The size and the data of a picture, `results/<its path in the folder>`; None where it is not there."""
+    """Return a picture's width, height and data URL; None if the folder has no such file.
+
+    Args:
+        folder: the resolved path of results/.
+        name: `results/` and the picture's path in the folder.
+
+    Raises:
+        UserError: the file is not a readable picture.
+    """
     from PIL import Image
 
     file = (folder / name.removeprefix("results/")).resolve()

@@ -1,4 +1,4 @@
-"""Times of the kernels and their goals, as tables of results/speed.md."""
+"""Tables of the kernels' times and goals, for results/speed.md."""
 
 import importlib.util
 from collections.abc import Mapping, Sequence
@@ -11,8 +11,8 @@ PAGE, _BLOCK = "results/speed.md", "kernels bench"
 
 _COPY = "share of the bandwidth of a copy"
 _AROUND = "B 64, T 6400, 192 channels, bf16", {("forward", _COPY): 60}
-# operator -> its `COMPARED` in words; passes, and what the kernels' speed is compared with -> the target, in percent of
-# a copy's bandwidth or as a ratio to the fastest of other people's kernels
+# operator -> (its shape `COMPARED` in words, {(passes, reference of the comparison): target}); a target is a percentage
+# of a copy's bandwidth, or a speed-up over the fastest kernel by others
 GOALS: Mapping[str, tuple[str, Mapping[tuple[str, str], int]]] = {
     "ttt_linear": (
         "B 64, T 6400, 3 heads, both directions, bf16",
@@ -33,7 +33,7 @@ GOALS: Mapping[str, tuple[str, Mapping[tuple[str, str], int]]] = {
 
 
 def make_passages(paths: Paths) -> list[tuple[str, str, str]]:
-    """(page, marker, text) of the tables, from results/speed/kernels; none where Triton is missing."""
+    """Return the tables as (page, marker, text), from results/speed/kernels; empty where Triton is missing."""
     if importlib.util.find_spec("triton") is None:
         return []
     measured = [read_bench(file) for file in sorted(paths.speed.glob("kernels/*.csv"))]
@@ -41,7 +41,7 @@ def make_passages(paths: Paths) -> list[tuple[str, str, str]]:
 
 
 def _list_operators(rows: Sequence[Row]) -> list[str]:
-    """Tables by operator: its goals with the measurements of a device, then the times of its rows."""
+    """Return each operator's tables for one device: its goals with the measured values, then its times."""
     from kernels.tools.bench import MEMORY
 
     label = rows[0]["device"] if rows else "not measured yet (`repro kernels bench`, on a GPU)"
@@ -55,7 +55,13 @@ def _list_operators(rows: Sequence[Row]) -> list[str]:
 
 
 def tabulate_goals(name: str, rows: Sequence[Row], label: str) -> str:
-    """An operator's goals, and the kernels' values by its rows at their shape; a dash where one is missing."""
+    """Return a table of an operator's goals and the values that its rows reach at the goals' shape.
+
+    Args:
+        name: the operator.
+        rows: its rows of one device.
+        label: the device, as the heading of the values; a missing value is a dash.
+    """
     from kernels.tools import bench
     from kernels.tools.operators import OPERATORS
 
@@ -78,13 +84,13 @@ def tabulate_goals(name: str, rows: Sequence[Row], label: str) -> str:
 
 
 def tabulate_times(rows: Sequence[Row]) -> str:
-    """One operator's median milliseconds, a line per shape and pass, a column per implementation."""
+    """Return a table of one operator's median milliseconds, a line per shape and pass, a column per implementation."""
     width = "heads" if "heads" in rows[0] else "channels"
     names = list(dict.fromkeys(row["implementation"] for row in rows))
     lines = []
 
     def find_line(row: Row) -> tuple:
-        """A further size that distinguishes rows follows the one before it."""
+        """Return the key of a row's line; levels follow the tokens, and state_dim follows the width."""
         tokens = f"{row['tokens']}, L {row['levels']}" if "levels" in row else row["tokens"]
         size = f"{row[width]}, N {row['state_dim']}" if "state_dim" in row else row[width]
         return str(size), str(tokens), row["passes"], row["batch"]

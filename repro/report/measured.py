@@ -1,4 +1,4 @@
-"""Measurements without a counterpart in a paper: speed, memory, runs on other data; and the provenance of records."""
+"""Sections on measurements that no paper prints: speed, memory, runs on other data, larger images, rate searches."""
 
 import itertools
 import statistics
@@ -16,11 +16,15 @@ from .results import Missing, SpeedGroup
 from .variants import find_shown
 from .verdicts import format_ratio, significant
 
-_RISE = 1.0  # in points: a curve that gains less in its last quarter is flat
+_RISE = 1.0  # points; a curve that gains less in its last quarter is flat
 
 
 def list_speeds(report: Report) -> str:
-    """The rows of every device, and the conclusions of sweeps."""
+    """Return every device's rows of speed and the conclusions of sweeps; empty on the page of a further paper.
+
+    Raises:
+        Missing: no speed is measured yet.
+    """
     results = report.results
     if not report.paper.primary:
         return ""
@@ -39,7 +43,7 @@ def list_speeds(report: Report) -> str:
 
 
 def list_spreads(report: Report) -> str:
-    """Over how many processes the rows of each device are, and how far these lie apart."""
+    """Return a table of each device's rows: their processes, and the slowest's excess over the fastest in percent."""
     rows = []
     for group, found in report.results.speed_rows.items():
         counts = sorted({row["processes"] for row, _ in found})
@@ -57,12 +61,13 @@ def list_spreads(report: Report) -> str:
 
 
 def list_runs(report: Report) -> str:
-    """The runs that no paper's number is next to and that belong on this paper's page and to no other part of it.
+    """Return a table of the runs of this paper's models that no other section shows and no printed number matches.
 
-    A page that has none says so where it is the primary paper's.
+    Raises:
+        Missing: the primary paper has no such run; another paper's section is then empty.
     """
     results, paper, shown_elsewhere = report.results, report.paper, find_shown(report)
-    # a task with other scores has a place of its own
+    # scores that are no percentage have a section of their own
     scored = [item for scores in results.scores.values() for item in scores.items()]
     labels = {key: label for key, label in scored if key.endswith("_percent")}
     runs = [
@@ -84,7 +89,7 @@ def list_runs(report: Report) -> str:
         curve = _describe_curve(read_curves(source, score))
         rows.append([run, results.model_key(m, source.path), *about, format_scores(m, labels), curve, source.device])
         reference = m.get("without_learning")
-        # a baseline without learning is the same for all runs on the same data
+        # all runs on the same data share the scores of the method without learning: they are listed once
         if reference and (found := (m["data"], format_scores(reference, labels))) not in unlearned:
             unlearned.add(found)
             method = "without learning: threshold, nearest example"
@@ -99,7 +104,11 @@ def list_runs(report: Report) -> str:
 
 
 def _describe_curve(curves: Mapping[int, Mapping[int, float]]) -> str:
-    """`flat` or `rises` for a score at the end of a training, and the rise in points."""
+    """Return `flat` or `rises` for a score at the end of a training, and the mean rise in points over the seeds.
+
+    Args:
+        curves: seed -> epoch -> score.
+    """
     rises = [rise for rise in map(measure_rise, curves.values()) if rise is not None]
     if not rises:
         return "–"
@@ -108,7 +117,10 @@ def _describe_curve(curves: Mapping[int, Mapping[int, float]]) -> str:
 
 
 def over_resolution(report: Report) -> str:
-    """The section of classifiers at larger images than those of their training; empty without `repro resolution`."""
+    """Return the section on classifiers at larger images than those of their training; empty without its record.
+
+    The record comes from `repro resolution`. Only the primary paper's page has the section.
+    """
     sections = []
     for source in report.results.sources if report.paper.primary else ():
         m = source.metrics
@@ -134,7 +146,10 @@ def over_resolution(report: Report) -> str:
 
 
 def list_searches(report: Report) -> str:
-    """A table of the searches for learning rates and warm-ups, a row per cell; empty without `repro tune`."""
+    """Return a table of the searches for learning rates and warm-ups, a row per record; empty without `repro tune`.
+
+    Only the primary paper's page has the table.
+    """
     results = report.results
     listed = list_all(results.sources)
     found = [each for each in listed if each.metrics.get("split") == "tune" and "trials" in each.metrics]
@@ -162,7 +177,13 @@ def list_searches(report: Report) -> str:
 
 
 def format_scores(metrics: Mapping[str, Any], labels: Mapping[str, str], places: int = 2) -> str:
-    """E.g. `top1 97.49 %, top5 100.00 %`, with intervals over seeds; `labels`: key of a score -> its label."""
+    """Return scores as text, such as `top1 97.49 %, top5 100.00 %`, each with its interval over seeds.
+
+    Args:
+        metrics: a record's metrics; missing scores are left out.
+        labels: key of a score -> its label.
+        places: the decimals of a score.
+    """
     shown = []
     for key, label in labels.items():
         value, interval = metrics.get(key), find_score_interval(metrics, key)
@@ -174,7 +195,7 @@ def format_scores(metrics: Mapping[str, Any], labels: Mapping[str, str], places:
 
 
 def _sweep(group: SpeedGroup, rows: Sequence[tuple[Row, Source]]) -> list[str]:
-    """Time and memory of every model over the image size, and the sweep's conclusions."""
+    """Return tables of each model's time and memory by image size, and the sweep's conclusions."""
     from ..bench.conclude import conclude  # loads numpy
 
     cells = {(_with_attention(row), row["image_size"][0]): row for row, _ in rows}
@@ -223,7 +244,10 @@ def _compared_row(found: Row) -> list[str]:
 
 
 def _describe_sides(found: Row) -> str:
-    """At which image sizes ours is faster; one word for all of them only where they are enough, with the smallest."""
+    """Return the image sizes at which ours is faster, slower or undecided.
+
+    `always` or `never` stands for all sizes, with the smallest, only where they are enough for a crossover.
+    """
     sides = {word: found[f"{word}_at"] for word in ("faster", "slower", "open")}
     if not any(sides.values()):
         return f"not known: {found['crossover_reason']}"

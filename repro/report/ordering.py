@@ -1,7 +1,8 @@
-"""Tests of the paper's order of variants on our runs: paired differences over seeds, and Holm's correction.
+"""Tests of the paper's order of variants on our runs: paired t tests over seeds, with Holm's correction.
 
-Why paired: a seed gives every variant the same order and augmentation of the images, so accuracies of one seed are not
-independent. The differences of a pair are, over the seeds; with n seeds Student's t has n − 1 degrees of freedom.
+The tests are paired because a seed gives every variant the same order and augmentation of the images: accuracies of one
+seed are not independent. The differences of a pair are independent over the seeds. With n seeds, Student's t has n − 1
+degrees of freedom.
 """
 
 import dataclasses
@@ -15,32 +16,32 @@ from .records import Source, find_common, list_all, rank_machine
 
 _Word = Literal["ordering seen", "ordering contradicted", "not separated", "no power", "insufficient budget"]
 ALPHA = 0.05
-_LEAST_SEEDS = 3  # with two, t has one degree of freedom, and must exceed 12.7
+_LEAST_SEEDS = 3  # with two seeds, t has one degree of freedom and must exceed 12.7
 MOST_SEEDS = 1000
 _NOT_SEPARATED = "not separated"
-# why a pair is not separated however many seeds agree: neither is above chance, or the images are too few
+# why a pair is not separated whatever its p: neither variant is above chance, or the images or the seeds are too few
 AT_CHANCE, FEW_IMAGES, _TWO_SEEDS = "at chance", "images", "two seeds"
 TOP1 = "top1_percent"
 _Order = tuple[str, str]  # (better, worse), or any first and second variant
-# (first, second) -> by how many points the first may be worse, by a claim that it is no worse
+# (first, second) -> how many points the first may be worse and still satisfy a claim that it is no worse
 _Margins = Mapping[_Order, float]
 _Scores = Mapping[str, Mapping[int, float]]  # variant -> seed -> its value
-_End = tuple[float | None, float]  # accuracies at the last two evaluations of a curve; None first where there was one
+_End = tuple[float | None, float]  # accuracies at a curve's last two evaluations; the first is None if there was one
 
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """Two variants, and how much the first is above the second over the seeds that all variants have."""
+    """A comparison of two variants over the seeds that all variants have."""
 
-    better: str  # where a paper orders them, the better one by the paper
+    better: str  # the better one by the paper, where it orders them
     worse: str
     difference: float  # better − worse, the mean over the seeds
-    interval: tuple[float, float] | None = None  # its 95 % interval, for this pair alone; None with one seed
+    interval: tuple[float, float] | None = None  # 95 % interval of the difference, uncorrected; None with one seed
     p: float = 1.0  # two-sided, after Holm's correction over the pairs
-    # 1 where first + margin is above the second beyond chance, −1 where it is below, 0 where they are not separated
+    # 1 if better + margin is above worse beyond chance, −1 if it is below, 0 if they are not separated
     side: int = 0
-    limit: str = ""  # `AT_CHANCE`, `FEW_IMAGES` or `_TWO_SEEDS`: nothing is separated then
-    # the seeds that would separate it, if difference and spread stayed as observed; None: over `MOST_SEEDS`
+    limit: str = ""  # `AT_CHANCE`, `FEW_IMAGES` or `_TWO_SEEDS` where one of them rules a separation out
+    # the seeds that would separate the pair if difference and spread stayed as observed; None for over `MOST_SEEDS`
     needed: int | None = None
     margin: float = 0.0  # see `_Margins`
 
@@ -57,7 +58,7 @@ class Pair:
 
     @property
     def reverse(self) -> str:
-        """The verdict where the paper's order is contradicted."""
+        """The opposite of the claim in words, for a contradicted order."""
         if self.margin:
             return f"{self.better} below {self.worse} by more than {self.margin:g}"
         return f"{self.worse} above {self.better}"
@@ -78,11 +79,11 @@ class Ordering:
     """The verdict on the order of a table or figure on one data set."""
 
     word: _Word
-    why: str  # the sentence behind it
+    why: str  # the reason for the word
     pairs: tuple[Pair, ...] = ()  # in the paper's order
-    # Kendall's over the pairs that the paper orders, (in its order − against it) / all; None without such pairs
+    # Kendall's tau over the pairs that the paper orders, (in its order − against it) / all; None without such pairs
     tau: float | None = None
-    taken: str = ""  # over how many seeds and images
+    taken: str = ""  # the numbers of seeds and images in words
 
     @property
     def shown(self) -> str:
@@ -90,7 +91,7 @@ class Ordering:
 
     @property
     def counted(self) -> str:
-        """The counts of pairs seen and contradicted, or the reason why there can be none."""
+        """The counts of pairs seen and contradicted, or `shown` where the runs can decide none."""
         if self.word in ("insufficient budget", "no power"):
             return self.shown
         seen, contradicted = (sum(pair.side == side for pair in self.pairs) for side in (1, -1))
@@ -105,14 +106,14 @@ def judge_ordering(
     classes: int,
     margins: _Margins | None = None,
 ) -> Ordering:
-    """Judge whether the paper's order is seen.
+    """Judge whether our runs show the paper's order of its variants.
 
     Args:
-        top1: the accuracies in percent, on the reported split.
-        ends: variant -> seed -> the end of its curve.
+        top1: variant -> seed -> accuracy in percent on the reported split.
+        ends: variant -> seed -> the end of its learning curve.
         orders: (better, worse) by the paper. Pairs with a variant that was not trained are left out.
-        images: size of the reported split.
-        classes: of the data set.
+        images: the size of the reported split.
+        classes: the data set's number of classes.
         margins: further pairs, whose first variant is no worse by the paper.
     """
     asked = [(better, worse) for better, worse in (*orders, *(margins or ())) if better in top1 and worse in top1]
@@ -134,19 +135,23 @@ def judge_ordering(
 def compare_accuracies(
     top1: _Scores, pairs: Sequence[_Order], images: int, classes: int, margins: _Margins | None = None
 ) -> tuple[Pair, ...]:
-    """`compare_pairs` of accuracies in percent on so many images.
+    """Compare pairs of accuracies in percent, see `compare_pairs`.
 
-    Two variants at chance are not separated, nor two that differ by less than the noise of the images.
+    Two variants at chance are not separated. Neither are two that differ by less than the sampling noise of the images.
     """
     floor = 100 / classes + sampling_noise(100 / classes, images)
     return compare_pairs(top1, pairs, round_off(images), floor, images, margins)
 
 
 def compare_trainings(trained: Mapping[str, Source], pairs: Sequence[_Order]) -> tuple[Pair, ...]:
-    """`compare_accuracies` of records of trainings by name, all of them scored on the same images.
+    """Compare pairs of trainings by their records' accuracies, see `compare_accuracies`.
 
-    The trainings are those of the one machine that made most, as seeds are pairs on one machine only; a pair that it did
-    not train is left out.
+    All trainings are scored on the same images. Seeds pair trainings on one machine only, so the machine with the most
+    records is taken, and a pair that it did not train is left out.
+
+    Args:
+        trained: name -> record.
+        pairs: names of (first, second).
     """
     by_machine: dict[str, dict[str, Source]] = {}
     for name, source in trained.items():
@@ -160,7 +165,7 @@ def compare_trainings(trained: Mapping[str, Source], pairs: Sequence[_Order]) ->
 
 
 def round_off(images: int) -> float:
-    """The standard deviation of a difference of two accuracies in percent by whole images: √(2/12) images."""
+    """Return the standard deviation, in points, of a difference's rounding to whole images: √(2/12) images."""
     return 100 / images * math.sqrt(2 / 12)
 
 
@@ -172,13 +177,15 @@ def compare_pairs(
     images: int | None = None,
     margins: _Margins | None = None,
 ) -> tuple[Pair, ...]:
-    """Paired t tests of first − second over the seeds that all variants have; none without such seeds.
+    """Compare pairs by a paired t test of first − second over the seeds that all variants have; empty without seeds.
 
     Args:
-        least_spread: the standard deviation of differences that are closer to each other than the values are written.
-        floor: the mean that one variant of a pair must reach before they can be separated.
+        values: variant -> seed -> value, such as an accuracy or a loss.
+        pairs: (first, second).
+        least_spread: the least standard deviation of the differences, since values are written with few digits.
+        floor: the mean that one variant of a pair must reach before the pair can be separated.
         images: the denominator of values in percent; None for other values.
-        margins: of the pairs whose test is of first + margin − second.
+        margins: (first, second) -> margin, for pairs whose test is of first + margin − second.
     """
     from scipy.stats import t as student
 
@@ -205,14 +212,17 @@ def compare_pairs(
 
 
 def describe_power(pairs: Sequence[Pair], taken: str) -> str:
-    """A sentence where none of some pairs is separated; `taken`: on how many seeds and images."""
+    """Return the sentence that no pair is separated; empty where one is, or without pairs.
+
+    `taken` names the seeds and images, for the sentence.
+    """
     if not pairs or any(pair.side for pair in pairs):
         return ""
     return f"No power: {taken} separate no pair."
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's step-down correction: the k-th smallest of m values times m − k + 1, never decreasing, at most 1."""
+    """Correct p values by Holm's step-down: the k-th smallest of m times m − k + 1, never decreasing, at most 1."""
     m, adjusted, largest = len(p_values), [0.0] * len(p_values), 0.0
     for rank, place in enumerate(sorted(range(m), key=p_values.__getitem__)):
         largest = max(largest, min(1.0, (m - rank) * p_values[place]))
@@ -221,7 +231,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def seeds_needed(mean: float, spread: float, alpha: float) -> int | None:
-    """The fewest seeds whose t reaches the two-sided level `alpha`, if mean and spread stay as they are."""
+    """Return the fewest seeds whose t reaches the two-sided level `alpha`, if mean and spread stay as they are.
+
+    None for more than `MOST_SEEDS`.
+    """
     import numpy as np
     from scipy.stats import t as student
 
@@ -231,7 +244,7 @@ def seeds_needed(mean: float, spread: float, alpha: float) -> int | None:
 
 
 def sampling_noise(percent: float, images: int) -> float:
-    """The largest chance difference in points of accuracies near `percent` on `images` images (binomial, 95 %)."""
+    """Return the largest chance difference, in points, of two accuracies near `percent` (binomial, 95 %)."""
     share = percent / 100
     return 100 * 1.96 * math.sqrt(2 * share * (1 - share) / images)
 
@@ -239,7 +252,7 @@ def sampling_noise(percent: float, images: int) -> float:
 def _conclude(
     pairs: Sequence[Pair], means: Mapping[str, float], ends: Sequence[_End], seeds: int, images: int, classes: int
 ) -> tuple[_Word, str]:
-    """The word of a table and the sentence behind it: the first case that applies."""
+    """Return the word of an ordering and the reason for it, by the first case that applies."""
     best, overall, chance = max(means.values()), statistics.mean(means.values()), 100 / classes
     spread = best - min(means.values())
     if best - chance < sampling_noise(chance, images):

@@ -1,4 +1,4 @@
-"""All pages of the report: put together from their sections, and written."""
+"""All pages of the report: building them from their sections, writing them, and comparing them with the checkout."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,24 +28,29 @@ _Passage = tuple[str, str, str]  # file relative to the checkout, marker, text
 def write_report(
     papers: Sequence[Paper], results: Results, *, passages: Iterable[_Passage] = (), with_html: bool = True
 ) -> str:
-    """Judge the ledgers of all papers, the primary one first, and write pages, claims, figures and passages.
+    """Judge the ledgers of all papers, and write pages, claims, figures and passages.
 
-    Results: tables.md, claims.csv and figures/ for the primary paper, papers/<id>.md and papers/<id>.claims.csv for each
-    other, and, `with_html`, report.html. `passages` are further ones than the papers'.
+    The pages and claims are those of `Paper.page`, `Paper.runs_page` and `Paper.claims_file`.
+
+    Args:
+        papers: the primary paper first.
+        results: the records.
+        passages: further passages than those that the papers declare.
+        with_html: whether to write report.html.
 
     Returns:
-        How many entries of the primary paper have each status, as a line.
+        A line with the number of the primary paper's entries for each status.
 
     Raises:
-        UserError: a damaged record or picture, or one of another version; nothing is then written but figures.
+        UserError: a record or picture is damaged or of another version; nothing is then written but figures.
     """
-    note_pipeline(results)  # README says how long it took
+    note_pipeline(results)  # README says how long the pipeline took
     folder = results.paths.results
     sweep(folder, folder / "figures", folder / "papers")
     reports = [judge_paper(paper, results) for paper in papers]
     figures = folder / "figures"
-    figures.mkdir(parents=True, exist_ok=True)  # an output of the graph, also while there is nothing to draw
-    # a picture that several papers show is drawn once
+    figures.mkdir(parents=True, exist_ok=True)  # an output of the graph, which must exist even without a picture
+    # a picture of several papers is drawn once
     drawings = {name: draw for report in reports for name, (_, draw) in list_drawings(report).items()}
     for name, draw in drawings.items():
         draw(figures / name)
@@ -59,7 +64,7 @@ def write_report(
 
 
 def find_outdated(papers: Sequence[Paper], results: Results, *, passages: Iterable[_Passage] = ()) -> list[str]:
-    """The pages and the blocks of pages that `write_report` would change, but for pictures; nothing is written."""
+    """Return the pages and blocks of pages that `write_report` would change, without pictures; write nothing."""
     root = results.paths.root
     with TemporaryDirectory() as folder:
         written = Path(folder)
@@ -74,7 +79,10 @@ def find_outdated(papers: Sequence[Paper], results: Results, *, passages: Iterab
 
 
 def _build_pages(reports: Sequence[Report]) -> tuple[list[tuple[Report, str]], dict[str, str], list[_Passage]]:
-    """Build the pages for a browser, the files of Git by name, and the passages; the figures are drawn already."""
+    """Return the pages for report.html, the files that Git keeps by name, and the passages.
+
+    The pages show the pictures that exist, so `write_report` draws them first.
+    """
     pages, documents, passages = [], {}, []
     for report in reports:
         paper = report.paper
@@ -96,7 +104,7 @@ def _build_pages(reports: Sequence[Report]) -> tuple[list[tuple[Report, str]], d
 
 
 def _write_pages(files: Mapping[str, str], passages: Iterable[_Passage], root: Path) -> None:
-    """Write what Git keeps, but for pictures, into the checkout at `root`."""
+    """Write the files, and the passages whose page has their marker, into the checkout at `root`."""
     for name, text in files.items():
         write_text(root / name, text)
     for name, marker, text in passages:
@@ -106,7 +114,7 @@ def _write_pages(files: Mapping[str, str], passages: Iterable[_Passage], root: P
 
 
 def _compare_files(found: Path, expected: Path, name: str) -> list[str]:
-    """Name a file that differs from the expected one, or its blocks that differ; empty where nothing does."""
+    """Return the name of a missing or different file, or of each different block in it; empty for equal files."""
     if not found.is_file():
         return [f"{name}, which is missing"]
     if found.read_bytes() == expected.read_bytes():
@@ -116,16 +124,19 @@ def _compare_files(found: Path, expected: Path, name: str) -> list[str]:
 
 
 def build_document(report: Report, reports: Sequence[Report] = (), runs: str | None = None) -> str:
-    """A paper's page; `reports` are those on all papers, to which it links, and `runs` is what `build_runs` gives.
+    """Return a paper's page in Markdown, whose links start from the checkout's root, see `markdown.place_on_page`.
 
-    The links of a page start from the checkout's root; see `markdown.place_on_page`.
+    Args:
+        report: on the paper.
+        reports: on all papers, to whose pages it links.
+        runs: the result of `build_runs`; None to build it.
     """
     runs = build_runs(report, reports) if runs is None else runs
     return _render(_PAGE, report, reports, find_runs_page=lambda _: report.paper.runs_page if runs else "")
 
 
 def build_runs(report: Report, reports: Sequence[Report] = ()) -> str:
-    """The page of trainings on other data than the paper's; empty where there is nothing."""
+    """Return the page of trainings on other data than the paper's; empty where it has no section."""
     page = _render(_RUNS, report, reports)
     return page if "\n## " in page else ""
 
@@ -136,7 +147,7 @@ def _render(file: Path, report: Report, reports: Sequence[Report], **more: Calla
     parts = {
         **list_functions(answer, comparison, gallery, measured, variants),
         "name": lambda report: paper.name,
-        # `places` of the paper's ablations, or the subject that its numbers are `about`, in words
+        # `places` or `about` of the paper's ablations, in words
         "find_words": lambda report, what: getattr(paper.ablations, what),
         "links": lambda report: _link_pages(reports or (report,)),
         "own_sections": lambda report: render_template(paper.text, report, paper.parts) if paper.text else "",
@@ -147,14 +158,14 @@ def _render(file: Path, report: Report, reports: Sequence[Report], **more: Calla
 
 
 def _link_pages(reports: Iterable[Report]) -> str:
-    """The links on top of each page: the front page, the page of each paper, the documentation; Git has all of them."""
+    """Return the links on top of each page: front page, papers, errata and documentation, all of them kept by Git."""
     pages = {"README": "README.md"} | {each.paper.name: each.paper.page for each in reports}
     pages |= {"errata": _ERRATA_PAGE, "documentation": "docs/README.md"}
     return " · ".join(f"[{text}]({file})" for text, file in pages.items())
 
 
 def build_passages(report: Report) -> list[_Passage]:
-    """Each passage that a paper declares."""
+    """Return the passages that a paper declares, as (file, marker, text)."""
     return [
         (file, marker, build(report))
         for file, passages in report.paper.passages.items()

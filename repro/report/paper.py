@@ -11,7 +11,7 @@ from typing import Any
 from ..core.config import build, load_yaml
 from .ledger import Ledger, load_ledger
 
-ATTENTIONS = "unfused", "fused"  # of a baseline
+ATTENTIONS = "unfused", "fused"  # a baseline's two implementations
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class Figure:
     shows: str  # the paper's content there
     files: str  # pattern of our pictures, relative to results/
     command: str = ""  # draws them
-    shared_with: str | None = None  # the figure whose pictures show this one too
+    shared_with: str | None = None  # the figure whose pictures also show this one
 
 
 # draws a picture: (path, table or figure -> the trained variants, the printed number of a row and column) -> path
@@ -36,8 +36,8 @@ class Suite:
     """Cells that are compared with each other: variants of one model, trained by one recipe.
 
     Args:
-        cells: the places of a variant's cell, `ablate/{variant}_digits_7s`; the first that has a record counts.
-        others: variant -> its place, where it is none of `cells`.
+        cells: the places of a variant's cell, such as `ablate/{variant}_digits_7s`; the first with a record counts.
+        others: variant -> the place of its cell, where that is none of `cells`.
         searches: the place of the search that chose a variant's rate; None where all were trained at one rate.
     """
 
@@ -46,18 +46,20 @@ class Suite:
     searches: str | None = None
 
     def list_places(self, variants: Iterable[str]) -> dict[str, str]:
-        """Place of a cell -> its variant."""
+        """Return place of a cell -> its variant."""
         own = {cell.format(variant=name): name for name in variants for cell in self.cells if name not in self.others}
         return own | {place: name for name, place in self.others.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VariantTable:
-    """A table or figure that compares variants: variant -> its row in the ledger, or None, in the paper's order.
+    """A table or figure that compares variants.
 
-    `orders`: a better variant -> the worse ones by the paper's text; None takes its printed Top-1.
-    `not_worse`: a variant -> each one than which it is no worse by the paper's text -> by how many points it may be,
-    where the printed Top-1 does not count.
+    Args:
+        rows: variant -> its row in the ledger, or None, in the paper's order.
+        orders: a better variant -> the worse ones by the paper's text; None to order by the printed Top-1.
+        not_worse: a variant -> another, which it equals or beats by the paper's text -> the points by which it may be
+            worse; the printed Top-1 does not order such a pair.
     """
 
     place: str
@@ -74,13 +76,13 @@ class VariantTable:
 class Question:
     """A question that the report answers first: the share of some entries that are matched."""
 
-    label: str  # a name for them, e.g. `parameters`
-    says: str = ""  # the same as the subject of a sentence of the verdict; empty where the verdict leaves them out
-    why: str = ""  # a clause that says why they do not match, or were not tested
-    but: str = ""  # a function of the paper's `parts`: a clause on the choices that were made by these numbers
+    label: str  # a name for the entries, e.g. `parameters`
+    says: str = ""  # the entries as the subject of the verdict's sentence; empty where the verdict leaves them out
+    why: str = ""  # a clause that says why the entries do not match, or were not tested
+    but: str = ""  # a function of the paper's `parts`, whose clause names choices that were made by these numbers
     entries: tuple[str, ...]  # patterns of ids
-    shown: tuple[str, ...] = ()  # ids of the entries whose numbers are shown before the count; they have one unit
-    shown_label: str = ""  # a name for these numbers
+    shown: tuple[str, ...] = ()  # ids of entries of one unit, whose numbers are shown before the count
+    shown_label: str = ""  # a name for the shown numbers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,18 +113,18 @@ class Document:
 
     file: str  # relative to the checkout
     text: Path  # a template that `repro.report.template` fills
-    records: str = ""  # pattern of the places of records that it shows, and the paper's main page does not
+    records: str = ""  # pattern of the places of records that only this page shows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ablations:
     """The words of the tables that compare variants."""
 
-    places: str  # where they are, e.g. `Tables 3 and 4`
-    about: str  # the model and the data that the paper's numbers are of
+    places: str  # the tables' places in the paper, e.g. `Tables 3 and 4`
+    about: str  # the model and data behind the paper's numbers
     label: str = ""  # the plain model's name; empty for the paper's model
     notes: dict[str, str] = dataclasses.field(default_factory=dict)  # place -> a sentence below its heading
-    # place -> which of the ledger's columns are shown; all where it is not there
+    # place -> the ledger's columns that are shown; all columns for a place that is not a key
     columns: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
 
@@ -133,14 +135,14 @@ class About:
     id: str  # the name of the package
     name: str  # the paper's short name
     model: str  # its model's name
-    primary: bool = False  # whether results/tables.md is its page; the pages of the others are results/papers/<id>.md
+    primary: bool = False  # whether its page is results/tables.md, and not results/papers/<id>.md as for all others
     claim: str = ""  # its claim in two sentences
     read_from: str = ""  # the source of its text, where that is not the paper itself
-    baseline: str = "baseline"  # the model with softmax attention that its claims on speed are about
-    # families of models (the first word of a registered name) that this project builds for it -> the options that are
-    # their defaults and so do not name a variant
+    baseline: str = "baseline"  # the softmax attention model in its claims on speed
+    # family of models that this project builds for it (the first word of a registered name) -> the family's default
+    # options, which a variant's name leaves out
     families: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
-    headlines: tuple[str, ...] = ()  # the beginnings of the ids of the claims that are shown first
+    headlines: tuple[str, ...] = ()  # prefixes of the ids of the claims that are shown first
     questions: tuple[Question, ...] = ()  # the questions that its page answers first
     comparison: Comparison | None = None
     ablations: Ablations | None = None
@@ -149,40 +151,40 @@ class About:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Paper(About):
-    """One paper: the declarations of its package, and its functions."""
+    """A paper: the declarations and functions of its package."""
 
     ledger_file: Path  # its ledger.yaml
-    # gives the functions of its ledger's expressions by name; it may import heavy packages
+    # returns the functions that the ledger's expressions may call, by name; a call, since it may import heavy packages
     formulas: Callable[[], Mapping[str, Callable]] = dict
-    # of a `repro.report.claims.Report`: further pictures
+    # `repro.report.claims.Report` -> further pictures
     drawings: Callable[[Any], Drawings] = lambda _: {}
     suites: tuple[Suite, ...] = ()  # the cells of its ablations
-    compared: tuple[VariantTable, ...] = ()  # the tables and figures that they are rows of
+    compared: tuple[VariantTable, ...] = ()  # the tables and figures whose rows are these cells
     uncompared: tuple[str, ...] = ()  # further variants, which its page compares in its own way
-    # a table or figure that compares variants -> the beginning of its picture's name, `{name}_{data}.png`, and what
-    # draws it; those that have the same name and function are panels of one picture
+    # place of a table or figure that compares variants -> (start of its picture's name `{name}_{data}.png`, function
+    # that draws it); places with the same name and function are panels of one picture
     pictures: Mapping[str, tuple[str, DrawVariants]] = dataclasses.field(default_factory=dict)
     text: Path | None = None  # the rest of its page: a template that `repro.report.template` fills
-    # callable in its texts: functions of a `repro.report.claims.Report` and of the call's arguments
+    # functions that its texts may call: their arguments are a `repro.report.claims.Report` and those of the call
     parts: Mapping[str, Callable] = dataclasses.field(default_factory=dict)
     documents: tuple[Document, ...] = ()  # further pages
-    # a page that people write, relative to the checkout -> marker -> what code writes between its lines `<!-- marker
-    # -->` and `<!-- /marker -->`: a function of a `repro.report.claims.Report`, which always has something to say
+    # a page that people write, relative to the checkout -> marker -> a function that returns the text between the lines
+    # `<!-- marker -->` and `<!-- /marker -->`, from a `repro.report.claims.Report`; the text is never empty
     passages: Mapping[str, Mapping[str, Callable[[Any], str]]] = dataclasses.field(default_factory=dict)
 
     @property
     def page(self) -> str:
-        """Its page, a file relative to the checkout."""
+        """The file of its page, relative to the checkout."""
         return "results/tables.md" if self.primary else f"results/papers/{self.id}.md"
 
     @property
     def claims_file(self) -> str:
-        """Every entry of its ledger with its verdict, a file relative to the checkout."""
+        """The file of its ledger's entries with their verdicts, relative to the checkout."""
         return "results/claims.csv" if self.primary else f"results/papers/{self.id}.claims.csv"
 
     @property
     def runs_page(self) -> str:
-        """The page of its runs on other data than the paper's, a file relative to the checkout."""
+        """The file of the page on its runs on other data than the paper's, relative to the checkout."""
         return f"results/papers/{self.id}_runs.md"
 
     @cached_property
@@ -202,10 +204,16 @@ class Paper(About):
 
 
 def load_paper(package: str, parts: Sequence[ModuleType] = (), **more: Any) -> Paper:
-    """Load the paper of a package with paper.yaml, ledger.yaml and, where its page says more, page.md.
+    """Load the paper of a package with paper.yaml, ledger.yaml and, optionally, variants.yaml and page.md.
 
-    The ledger's expressions may call the functions of its module `formulas`, which loads PyTorch, and its texts those of
-    `parts`. `more`: further fields of `Paper`. An unknown key of paper.yaml is a `UserError`.
+    Args:
+        package: its dotted name. If it has a module `formulas`, which loads PyTorch, the ledger's expressions may call
+            that module's functions.
+        parts: modules whose functions the paper's texts may call.
+        more: further fields of `Paper`.
+
+    Raises:
+        UserError: paper.yaml has an unknown key.
     """
     folder = Path(str(importlib.resources.files(package)))
     text, has_formulas = folder / "page.md", (folder / "formulas.py").is_file()
@@ -226,7 +234,7 @@ def load_paper(package: str, parts: Sequence[ModuleType] = (), **more: Any) -> P
 
 
 def list_functions(*modules: ModuleType) -> dict[str, Callable]:
-    """The public functions that modules define, by name."""
+    """Return the public functions that modules define, by name."""
     return {
         name: each
         for module in modules

@@ -1,21 +1,21 @@
-"""Statistical power: the smallest difference that a comparison can show, by its seeds and pairs, before it runs."""
+"""Statistical power before a comparison runs: the smallest difference that its seeds and pairs can show."""
 
 import math
 
 from .ordering import ALPHA
 
-_POINTS = 2000  # of the distribution of the spread, by its quantiles
+_POINTS = 2000  # quantiles that stand for the distribution of the spread
 
 
 def detectable_difference(seeds: int, pairs: int, spread: float, *, power: float = 0.8) -> float:
-    """Return the smallest difference of two means that a paired t test over so many seeds sees with this probability.
+    """Return the smallest difference of two means that a paired t test detects with probability `power`.
 
-    The test is two-sided at 5 % after Holm's correction, at its first and strictest step: 5 % over the pairs.
+    The test is two-sided at 5 % after Holm's correction, at its first and strictest step: the level is 5 % / pairs.
 
     Args:
         seeds: two or more.
-        pairs: how many the correction is over.
-        spread: the standard deviation of each model over its seeds; a seed's two values are taken to be independent.
+        pairs: the number of pairs in the correction.
+        spread: the standard deviation of each model over its seeds; a seed's two values are assumed independent.
 
     Raises:
         ValueError: fewer than two seeds or no pair.
@@ -28,7 +28,7 @@ def detectable_difference(seeds: int, pairs: int, spread: float, *, power: float
     from scipy.stats import t as student
 
     limit = student.isf(ALPHA / pairs / 2, seeds - 1)
-    # possible spreads over the seeds, in units of the true one; SciPy's noncentral t has holes here
+    # quantiles of the observed spread in units of the true one, since SciPy's noncentral t has gaps here
     seen = chi.ppf((np.arange(_POINTS) + 0.5) / _POINTS, seeds - 1) / math.sqrt(seeds - 1)
 
     def miss(shift: float) -> float:

@@ -1,4 +1,4 @@
-"""The records under results/, read once; a damaged one is an error of one line."""
+"""The records under results/, read once and merged across machines; a damaged record is a one-line error."""
 
 import dataclasses
 import statistics
@@ -15,30 +15,29 @@ from .markdown import show_interval
 
 _Item = TypeVar("_Item")
 _Trained = TypeVar("_Trained")  # has `most_seeds`
-PIPELINE, OUTSIDE = "the pipeline", "outside the pipeline"  # a record's origin: DVC, or a person's own command
+PIPELINE, OUTSIDE = "the pipeline", "outside the pipeline"  # a record's origin: DVC, or a command that a person ran
 _OF_IMAGES = ("top1_percent", "top5_percent")  # scores that are shares of the held-out images
 
 
 class Missing(Exception):
-    """A number that was not measured. Its `args` are the reason, and the command that would measure it."""
+    """A number that was not measured. Its `args` are the reason and the command that would measure it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """One record, as `repro.core.record.write_record` writes it."""
+    """A record, as `repro.core.record.write_record` writes it."""
 
     path: str  # relative to the checkout
     metrics: Mapping[str, Any]
     identity: Mapping[str, Any]
-    # the stage of the graph that wrote it, and its cell; None for runs outside the pipeline
-    stage: str | None = None
-    cell: str | None = None
-    curve: tuple[str, ...] = ()  # of a training: the lines of a CSV table, a row per epoch and seed
+    stage: str | None = None  # the pipeline's stage that wrote it; None for a run outside the pipeline
+    cell: str | None = None  # the stage's cell that wrote it; None also for a stage without cells
+    curve: tuple[str, ...] = ()  # a training's learning curve: lines of a CSV table, a row per epoch and seed
     others: tuple["Source", ...] = ()  # the records of the same experiment by other machines
 
     @property
     def machine(self) -> str:
-        """The device without its threads."""
+        """The device without its number of threads."""
         return name_machine(self.identity)
 
     @property
@@ -47,34 +46,34 @@ class Source:
 
     @property
     def commit(self) -> str:
-        """The beginning of the hash of the commit that the code was based on."""
+        """The first 12 digits of the commit that the code was based on; `–` where it is unknown."""
         return str(self.identity.get("parent_commit") or "–")[:12]
 
     @property
     def place(self) -> str:
-        """`<stage>/<cell>`, or its counterpart among the records of a device."""
+        """The experiment's name `<stage>/<cell>`, for the pipeline's records and for those of a device."""
         parts = PurePosixPath(self.path).with_suffix("").parts[1:]
         return "/".join(parts[2:] if parts[0] == "replications" else parts[:-1])
 
     @property
     def run_file(self) -> str:
-        """The file by the record with date and seconds of its run, relative to the checkout; Git does not keep it."""
+        """The file with the date and seconds of the record's run, relative to the checkout; Git ignores it."""
         name = PurePosixPath(self.path)
         return str(name.with_name("run.json" if name.name in ("metrics.json", "rows.csv") else f"{name.stem}.run.json"))
 
     @property
     def unit(self) -> str:
-        """DVC's name for the stage or cell that wrote it: `pretrain@nano`."""
+        """DVC's name for the stage or cell that wrote the record: `pretrain@nano`."""
         return f"{self.stage}@{self.cell}" if self.cell else str(self.stage)
 
     @property
     def most_seeds(self) -> int:
-        """Over how many seeds it records a training; 0 where it records none."""
+        """The number of seeds of the recorded training; 0 for a record of anything else."""
         return len(self.metrics.get("by_seed", ()))
 
     @property
     def recipe(self) -> str | None:
-        """The training recipe as JSON without the machine; None for a record without one."""
+        """The training recipe as JSON, without device and backend; None for a record without a recipe."""
         return serialise_recipe(self.identity)
 
     def by_seed(self, key: str) -> dict[int, Any]:
@@ -82,7 +81,7 @@ class Source:
 
 
 def read_speeds(paths: Paths) -> list[Source]:
-    """The files of rows of speed, that of the stage first, each as a source whose `metrics` has its `rows`."""
+    """Return one source per CSV file of speeds, that of the stage first; its `metrics` holds the file's `rows`."""
     from ..bench.rows import read_rows
 
     found = []
@@ -95,9 +94,13 @@ def read_speeds(paths: Paths) -> list[Source]:
 
 
 def read_sources(paths: Paths, stages: Iterable[str]) -> list[Source]:
-    """The records of the given stages, in that order, then those of results/replications; a damaged one is a `UserError`.
+    """Return the records of the given stages, in that order, then those of results/replications.
 
-    One record represents the trainings of several machines: that with the most seeds.
+    Where several machines scored one experiment, the record with the most seeds represents it and has the rest in
+    `others`.
+
+    Raises:
+        UserError: a record is damaged.
     """
     root = paths.results
     files = []
@@ -109,8 +112,8 @@ def read_sources(paths: Paths, stages: Iterable[str]) -> list[Source]:
     sources = [_read(paths, *each) for each in files]
 
     def name_experiment(source: Source) -> Hashable:
-        """The key that records of one experiment share across machines; the path for a record of one machine alone."""
-        # times belong to a machine and scores do not
+        """Return a key that an experiment's records share across machines; the path of a record without scores."""
+        # a time belongs to a machine, a score does not
         is_scored = "by_seed" in source.metrics or "trials" in source.metrics
         return (source.place, source.recipe) if is_scored else source.path
 
@@ -122,21 +125,21 @@ def read_sources(paths: Paths, stages: Iterable[str]) -> list[Source]:
 
 
 def list_all(sources: Iterable[Source]) -> list[Source]:
-    """The records, each with those that other machines made of the same experiment."""
+    """Return the records, each followed by those that other machines made of the same experiment."""
     return [each for source in sources for each in (source, *source.others)]
 
 
 def rank_machine(sources: Collection[Source]) -> tuple[int, int]:
-    """Rank a machine's records for a comparison: most records, then most seeds."""
+    """Return the rank of a machine's records for a comparison: their number, then their seeds."""
     return len(sources), sum(each.most_seeds for each in sources)
 
 
 def describe_origin(sources: Sequence[Source]) -> str:
-    """The devices of records, and whether the pipeline or a person ran them."""
+    """Return the devices of records in words, and whether the pipeline or a person ran them."""
     if not sources:
         return "no record beside it"
     devices = dict.fromkeys(source.device for source in sources)
-    # on no device, and by no parameters that a run would have
+    # numbers that are counted and not run have `none: ` and the reason in place of a device
     if all(device.startswith("none: ") for device in devices):
         return ", ".join(device.removeprefix("none: ") for device in devices)
     made = dict.fromkeys(PIPELINE if source.stage else OUTSIDE for source in sources)
@@ -144,13 +147,13 @@ def describe_origin(sources: Sequence[Source]) -> str:
 
 
 def describe_seeds(sources: Iterable[Source]) -> str:
-    """Over how many seeds trainings are: `one seed`, `5 seeds`, or `one seed or 5 seeds`."""
+    """Return the numbers of seeds of trainings in words: `one seed`, `5 seeds`, or `one seed or 5 seeds`."""
     counts = sorted({source.most_seeds for source in sources})
     return " or ".join("one seed" if count == 1 else f"{count} seeds" for count in counts)
 
 
 def show_mean(source: Source, key: str, form: str, unit: str = "", *, is_share: bool = False) -> str:
-    """The mean of a number over the seeds of a training that have it, with its 95 % interval; empty where none has."""
+    """Return a number's mean over a training's seeds that have it, with its 95 % interval; empty where none has."""
     values = [run[key] for run in source.metrics["by_seed"] if run.get(key) is not None]
     if not values:
         return ""
@@ -159,12 +162,12 @@ def show_mean(source: Source, key: str, form: str, unit: str = "", *, is_share: 
 
 
 def keep_best(found: Iterable[_Trained], name: Callable[[_Trained], Hashable]) -> list[_Trained]:
-    """The first record, or group of records, with the most seeds among those of the same name."""
+    """Return, for each name, the record or group of records with the most seeds; the first among equals."""
     return [max(alike, key=lambda each: each.most_seeds) for alike in group_by(found, name).values()]
 
 
 def group_by(items: Iterable[_Item], key: Callable[[_Item], Any]) -> dict[Any, list[_Item]]:
-    """The items by their key, in the order in which the keys come first."""
+    """Group items by their key, in the order in which the keys first appear."""
     found: dict[Any, list[_Item]] = {}
     for item in items:
         found.setdefault(key(item), []).append(item)
@@ -172,9 +175,10 @@ def group_by(items: Iterable[_Item], key: Callable[[_Item], Any]) -> dict[Any, l
 
 
 def find_score_interval(metrics: Mapping[str, Any], key: str) -> tuple[float, float] | None:
-    """The 95 % interval over seeds of a score in percent, as a record has it; None where it has none.
+    """Return the 95 % interval over seeds of a score in percent, as a record has it; None where it has none.
 
-    Seeds of one score show no spread: the interval is then that of the images, where the score is a share of them.
+    Seeds with equal scores show no spread. The interval is then over the held-out images if the score is a share of
+    them, else None.
     """
     interval = metrics.get(f"{key.removesuffix('_percent')}_ci95_percent")
     return _widen(clip_share(interval), metrics, key, metrics[key]) if interval else None
@@ -189,7 +193,7 @@ def _widen(
 
 
 def warn_of_seeds(sources: Iterable[Source]) -> str:
-    """The warning before a section with too few seeds for any verdict; empty where they are enough."""
+    """Return the warning before a section with too few seeds for any verdict; empty where they are enough."""
     most = max((source.most_seeds for source in sources), default=0)
     if most not in (1, 2):
         return ""
@@ -198,7 +202,7 @@ def warn_of_seeds(sources: Iterable[Source]) -> str:
 
 
 def read_curves(source: Source, key: str = "epoch") -> dict[int, dict[int, float]]:
-    """Seed -> epoch -> a column of a record's learning curve; none where there is no curve."""
+    """Return seed -> epoch -> value of a column of a record's learning curve; empty without a curve."""
     curves: dict[int, dict[int, float]] = {}
     for row in parse_csv("\n".join(source.curve), f"{source.path}: curve") if source.curve else ():
         if row.get(key) is not None:
@@ -207,17 +211,17 @@ def read_curves(source: Source, key: str = "epoch") -> dict[int, dict[int, float
 
 
 def average_curves(curves: Mapping[int, Mapping[int, float]]) -> dict[int, float]:
-    """Epoch -> the mean over the seeds, for the epochs that all of them have."""
+    """Return epoch -> mean over the seeds, for the epochs that all seeds have."""
     return {epoch: statistics.mean(points[epoch] for points in curves.values()) for epoch in find_common(curves)}
 
 
 def find_common(values: Mapping[Any, Mapping[int, Any]]) -> list[int]:
-    """The seeds or epochs that all of some curves or variants have, in order."""
+    """Return, in order, the seeds or epochs that all of the given curves or variants have."""
     return sorted(set.intersection(*map(set, values.values()))) if values else []
 
 
 def name_keys(value: Any, where: str) -> Any:
-    """The same value, whose mappings answer a missing key with a `UserError` that names it, starting from `where`."""
+    """Return a copy of JSON data whose mappings raise a `UserError` on a missing key, with its path from `where`."""
     if isinstance(value, list):
         return [name_keys(item, f"{where}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, dict):
@@ -226,7 +230,7 @@ def name_keys(value: Any, where: str) -> Any:
 
 
 def check_mapping(value: Any, where: str) -> Mapping[str, Any]:
-    """The value, if it is a mapping; else a `UserError` that names where it is."""
+    """Return the value if it is a mapping; else raise a `UserError` that names `where`."""
     if not isinstance(value, Mapping):
         raise UserError(f"{where}: expected a mapping; remove the file and run its stage again")
     return value

@@ -1,4 +1,4 @@
-"""This machine's scores against those of a commit, the last step of `make reproduce`."""
+"""Comparison of this machine's scores with those of a commit, the last step of `make reproduce`."""
 
 import json
 import subprocess
@@ -14,9 +14,10 @@ from .records import find_score_interval
 
 
 class Score(NamedTuple):
-    """A score of one record in percent: the commit's and this machine's, None where it is missing.
+    """A score of one record in percent: the commit's as `held`, this machine's as `made`, None where it is missing.
 
-    The 95 % intervals are over the seeds; with one seed, of a share of the held-out images (Wilson), or None.
+    The 95 % intervals are over the seeds. With one seed they are over the held-out images (Wilson) for a score that is
+    a share of them, else None.
     """
 
     record: str
@@ -28,7 +29,7 @@ class Score(NamedTuple):
 
     @property
     def has_left(self) -> bool:
-        """True where the new score is missing, or its interval does not meet the old one's: one chance in 180."""
+        """Whether the new score is missing, or its interval does not overlap the old one (by chance 1 in 180)."""
         if self.made is None or self.interval is None or self.made_interval is None:
             return self.made is None
         (low, high), (made_low, made_high) = self.interval, self.made_interval
@@ -36,7 +37,11 @@ class Score(NamedTuple):
 
 
 def list_scores(paths: Paths, stages: Iterable[str], commit: str) -> list[Score]:
-    """The scores of the trainings of these stages that a commit holds; a UserError where it holds none."""
+    """Return a commit's scores of the trainings of these stages, next to this machine's.
+
+    Raises:
+        UserError: the commit holds no such scores, or git fails.
+    """
     scores = []
     for file in _git(paths.root, "ls-tree", "-r", "--name-only", commit, "--", "results").splitlines():
         path = Path(file)
@@ -56,7 +61,7 @@ def list_scores(paths: Paths, stages: Iterable[str], commit: str) -> list[Score]
 
 
 def describe_scores(scores: list[Score], commit: str) -> list[str]:
-    """Lines: how many scores are equal to the last digit, then each other one, and whether chance may do that."""
+    """Return lines: the count of scores equal to the last digit, then each other score, within or beyond chance."""
     other = [score for score in scores if score.made != score.held]
     lines = [f"{len(scores) - len(other)} of {len(scores)} scores are equal to those of {commit}, to the last digit"]
     for score in other:

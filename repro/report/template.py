@@ -1,4 +1,4 @@
-"""Pages that people write: Jinja2 templates in Markdown, whose functions give what the records say."""
+"""Pages as Jinja2 templates in Markdown: people write the text, and functions fill in the numbers of the records."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -16,20 +16,21 @@ from .verdicts import Status, count_statuses
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-_MARK = "\0"  # before and behind the reason for which a number is missing
+_MARK = "\0"  # before and after the reason why a number is missing
 _NOT_MEASURED = "not measured"
 _LINE_BREAK = re.compile(r"\s*\n(?!\||- |\d+\. )\s*")  # within a paragraph or an item of a list
 
 
 def render_template(file: Path, report: Report, parts: Mapping[str, Callable[..., Any]]) -> str:
-    """Fill a template with what the records say.
+    """Fill a template with the numbers of the records.
 
-    Where a number is missing, its paragraph is the reason and the command that would measure it, once.
+    A paragraph with a missing number becomes the reason and the command that would measure it; equal ones in a row are
+    written once.
 
     Args:
-        file: Markdown in Jinja2; a name that is not known is an error.
+        file: Markdown in Jinja2; an unknown name is an error.
         report: the functions' first argument.
-        parts: the functions that the template may call besides those of this module.
+        parts: the functions that the template may call in addition to those of this module.
     """
     environment = make_environment(file.parent)
     environment.finalize = lambda value: f"{value:,}" if isinstance(value, int) else value
@@ -46,7 +47,7 @@ def render_template(file: Path, report: Report, parts: Mapping[str, Callable[...
 
 
 def make_environment(folder: Path, *, autoescape: bool = False) -> "Environment":
-    """The settings of Jinja2 for the templates of a folder, Markdown and HTML; an unknown name is an error."""
+    """Return a Jinja2 environment for a folder's templates, Markdown or HTML, in which an unknown name is an error."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     return Environment(
@@ -69,43 +70,49 @@ def _call(part: Callable[..., Any], report: Report, *arguments: Any) -> Any:
 
 
 def judge(report: Report, says: str) -> str:
-    """The answer to a question of the verdict in words, with its numbers."""
+    """Return the answer to a question of the verdict in words, with its numbers.
+
+    `says` is that of the `paper.Question`.
+    """
     (question,) = (each for each in report.paper.questions if each.says == says)
     verb, detail = judge_question(report.select(question))
     return f"{verb.strip()} ({detail})"
 
 
 def printed(report: Report, name: str) -> str:
-    """The paper's number of an entry of its ledger."""
+    """Return the paper's number of a ledger's entry by the entry's id; empty for a statement."""
     return report.paper.ledger.entries[name].printed or ""
 
 
 def compare_speed(report: Report, kind: str, size: int, attention: str) -> str:
-    """The speedup over the baseline on a `GPU` or a `CPU` at an image size, with its interval."""
+    """Return the speed-up over the baseline on a `GPU` or a `CPU` at an image size in pixels, with its range.
+
+    `not measured` where the device has no record, `–` where there is no ratio.
+    """
     speeds = _find_speeds(report, kind)
     return (speeds.find_ratio(attention, size) or "–") if speeds else _NOT_MEASURED
 
 
 def compare_memory(report: Report, kind: str, size: int, attention: str) -> str:
-    """The difference in memory to the baseline on a `GPU` or a `CPU`."""
+    """Return the difference in memory to the baseline on a `GPU` or a `CPU`; missing values as in `compare_speed`."""
     speeds = _find_speeds(report, kind)
     return (speeds.find_memory(attention, size) or "–") if speeds else _NOT_MEASURED
 
 
 def name_device(report: Report, kind: str) -> str:
-    """The device, batch and precision of `compare_speed`; `not measured` where there is none."""
+    """Return the device, batch size and precision of `compare_speed`; `not measured` where there is no record."""
     speeds = _find_speeds(report, kind)
     return str(speeds.group).partition(": ")[2] if speeds else _NOT_MEASURED
 
 
 def _find_speeds(report: Report, kind: str) -> Speeds | None:
-    """The rows of a kind of device with the largest batch, in which the host's share is least."""
+    """Return a kind of device's record with the largest batch, in which the host's share of the time is least."""
     every = find_all_speeds(report.paper.comparison, report.results)
     return next((speeds for speeds in every if speeds.is_gpu == (kind == "GPU")), None)
 
 
 def count_pairs(report: Report, place: str, data: str) -> str:
-    """The count of pairs of a table or figure seen on a data set, by choice of rates; with seeds and images."""
+    """Return a table's or figure's count of seen pairs on a data set, for each choice of rates; else `not trained`."""
     found = {}
     for group, where, ordering in judge_variants(report):
         if where.place == place and group.common["data"] == data:
@@ -114,6 +121,6 @@ def count_pairs(report: Report, place: str, data: str) -> str:
 
 
 def count_status(report: Report, *words: str) -> int:
-    """Count the ledger's entries with one of these statuses, or all entries."""
+    """Return the number of the ledger's entries with one of these statuses; without words, of all entries."""
     counts = count_statuses(report.all)
     return sum(counts[Status(word)] for word in words) if words else counts.total()

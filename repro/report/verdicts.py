@@ -1,4 +1,4 @@
-"""The verdict on an entry: its status, its form on every page, and its fields in claims.{csv,json}."""
+"""The verdict on a ledger's entry: its status, its text on every page, and its fields in claims.csv."""
 
 import dataclasses
 import enum
@@ -14,7 +14,7 @@ from .results import SpeedGroup
 
 
 class Status(enum.StrEnum):
-    """A status of an entry: its word as claims.csv has it, with its mark in a table, and its meaning."""
+    """A status of an entry: its word in claims.csv, its mark in a table, and its meaning."""
 
     MATCHED = "matched", "✓", "ours, rounded to the paper's printed digits, is the paper's number"
     TRUNCATED = "matched, truncated", "✓", "ours is the paper's number when its further digits are cut off"
@@ -69,24 +69,24 @@ KIND_MEANINGS = {
 }
 
 
-OPEN = "not separated"  # of a statement that the ranges of its speeds neither confirm nor refute
+OPEN = "not separated"  # a statement that the ranges of its speeds neither confirm nor refute
 
 
 @dataclasses.dataclass(frozen=True)
 class Elsewhere:
-    """A claim on speed or memory, evaluated on another device, or under other conditions, than the paper's."""
+    """A claim on speed or memory, evaluated on another device than the paper's or under other conditions."""
 
-    group: SpeedGroup  # the rows that it was taken from
-    # the paper's quantity, or whether the statement holds there, or `OPEN`; with the paper's unfused attention
+    group: SpeedGroup  # the rows behind the value
+    # the paper's quantity, or whether the statement holds, or `OPEN`; against the baseline's unfused attention
     value: float | bool | str
-    # between which the quantity lies by the ranges over processes; None where a row has one process
+    # the quantity's bounds by the ranges over processes; None where a row has one process
     ends: tuple[float, float] | None
-    # `value` with the fused attention that users run; None where it has no baseline, or no such row
+    # `value` against the fused attention that users run; None where the claim has no baseline, or without such a row
     fused: float | bool | str | None
     fused_ends: tuple[float, float] | None
-    baseline: str  # its name
+    baseline: str  # the baseline's name
     unit: str  # the quantity's unit
-    parts: tuple[int, int]  # how many of a statement's comparisons were measured, and how many there are
+    parts: tuple[int, int]  # (measured comparisons of a statement, all of them)
 
     @property
     def found(self) -> str:
@@ -114,28 +114,28 @@ class Verdict:
     """The verdict on one entry of a ledger."""
 
     entry: Entry
-    status: Status  # a contradiction of the paper goes before what `compared` says
-    # the status that ours compared with the paper's has; None where nothing was measured
+    status: Status  # a contradiction within the paper takes precedence over `compared`
+    # the status by comparing ours with the paper's; None where nothing was measured
     compared: Status | None = None
-    # our number, or whether the statement holds for ours; None where nothing was measured
+    # our number, or whether the statement holds for our numbers; None where nothing was measured
     ours: float | bool | None = None
-    # `rounding`, `truncation`, `equality`, or `holds` for a statement; None where ours is not the paper's
+    # `rounding`, `truncation`, `equality`, or `holds` for a statement; None where ours does not agree
     how: str | None = None
     delta: float | None = None  # ours − paper; None for statements and where nothing was measured
     explanation: str | None = None  # why ours differs
     evidence: str | None = None  # why the paper contradicts itself, or why the number cannot have been measured
     reason: str | None = None  # why nothing was measured
     command: str | None = None  # the command that would measure it
-    elsewhere: tuple[Elsewhere, ...] = ()  # under other conditions than the paper's; it is shown and not compared
+    elsewhere: tuple[Elsewhere, ...] = ()  # values under other conditions than the paper's, shown but not compared
     sources: tuple[str, ...] = ()  # the records that ours was read from
-    # of a count by a convention that was chosen for its row: whether our own convention agrees as well
+    # for a count by a convention that was chosen for its row: whether our own convention agrees as well
     plainly: bool | None = None
-    checks: int = 0  # how many relations to the paper's own numbers could be decided
-    violations: int = 0  # how many of them do not hold
+    checks: int = 0  # the relations to the paper's own numbers that could be decided
+    violations: int = 0  # the checks that do not hold
 
 
 def describe_statuses(_: object) -> str:
-    """The statuses of a ledger's entries, a sentence each."""
+    """Return a list of all statuses, a sentence on each."""
     return bullets(f"`{status}`: {status.means}." for status in STATUSES)
 
 
@@ -144,13 +144,13 @@ def count_statuses(verdicts: Iterable[Verdict]) -> Counter[str]:
 
 
 def format_counts(verdicts: Iterable[Verdict]) -> str:
-    """E.g. `47 matched; 8 differs, explained`, without the statuses that none has."""
+    """Return the count of each status that occurs, such as `47 matched; 8 differs, explained`."""
     counts = count_statuses(verdicts)
     return "; ".join(f"{counts[word]} {word}" for word in STATUSES if counts[word])
 
 
 def format_ours(verdict: Verdict) -> str:
-    """Our number, or whether the statement holds for ours."""
+    """Return our number, or whether the statement holds for our numbers; `–` where nothing was measured."""
     ours = verdict.ours
     if ours is None:
         return "–"
@@ -158,14 +158,17 @@ def format_ours(verdict: Verdict) -> str:
 
 
 def format_delta(verdict: Verdict) -> str:
-    """Ours − paper, with as many decimals as ours is written with; empty where there is no difference of numbers."""
+    """Return ours − paper with the decimals of ours; empty where there is no difference of numbers."""
     if verdict.delta is None:
         return ""
     return f"{'−' if verdict.delta < 0 else '+'}{_format_like(abs(verdict.delta), verdict)}"
 
 
 def status_line(verdict: Verdict) -> str:
-    """The mark of the status, and by how much ours differs; after a contradiction, also how ours compares."""
+    """Return the mark of the status, with ours − paper where they differ.
+
+    After a contradiction within the paper, the mark of `compared` follows.
+    """
     if verdict.compared is None:
         return verdict.status.mark
     compared = verdict.compared.mark
@@ -175,7 +178,7 @@ def status_line(verdict: Verdict) -> str:
 
 
 def significant(value: float | None) -> str:
-    """Three significant digits, never in exponent form."""
+    """Format a number with three significant digits, never in exponent form; `–` for None."""
     if value is None:
         return "–"
     places = max(2 - math.floor(math.log10(abs(value))), 0) if value else 0
@@ -183,14 +186,14 @@ def significant(value: float | None) -> str:
 
 
 def format_ratio(times: float, ends: Sequence[float] | None) -> str:
-    """Format a factor, with the ends of its range over processes where it has one."""
+    """Format a factor with the ends of its range over processes, or with `one process` where it has none."""
     return f"{significant(times)}×" + (
         f" ({significant(ends[0])} to {significant(ends[1])})" if ends else " (one process)"
     )
 
 
 def export_rows(verdicts: Iterable[Verdict]) -> list[dict[str, Any]]:
-    """All entries as rows of a table, whose lists are one text each."""
+    """Return all entries as rows of claims.csv, with each list joined to one text."""
     rows = []
     for verdict in verdicts:
         entry = verdict.entry
@@ -206,7 +209,7 @@ def _format_bool(holds: bool) -> str:
 
 
 def _format_like(value: float, verdict: Verdict) -> str:
-    """`value` with as many decimals as ours needs for four digits, or one more than the paper prints."""
+    """Format `value` with the decimals that ours needs for four digits, and at least one more than the paper's."""
     leading = 3 - math.floor(math.log10(abs(verdict.ours))) if verdict.ours else 0
     text = f"{value:.{max(decimals(verdict.entry.printed) + 1, leading)}f}"
     return text.rstrip("0").rstrip(".") if float(value).is_integer() else text
