@@ -24,5 +24,5 @@ def command(
     paths = find_root()
     scores = list_scores(paths, [name for name, row in load_stages().items() if row.task], commit)
     print("\n".join(describe_scores(scores, commit)))
-    if left := [score for score in scores if score.has_left]:
+    if left := [score for score in scores if score.is_beyond_chance]:
         raise RunError(f"verify: {len(left)} of {len(scores)} scores differ by more than chance, or are missing")

@@ -143,7 +143,7 @@ def _compare_speeds(comparison: Comparison, measured: Sequence[Speeds]) -> str:
         for size in sorted(comparison.sizes, reverse=True):
             row = [name, f"{size}²", _format_row(speeds.rows.get((our_model, None, size)))]
             for attention in ATTENTIONS:
-                found = speeds.find_ratio(attention, size), speeds.find_memory(attention, size)
+                found = speeds.describe_ratio(attention, size), speeds.describe_memory(attention, size)
                 against = ", ".join(filter(None, found))
                 shown = _format_row(speeds.rows.get((their_model, attention, size)))
                 row.append(f"{shown}: {against}" if against else shown)

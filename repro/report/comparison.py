@@ -48,7 +48,7 @@ def list_marks(_: Report) -> str:
     return table(["mark", "what it means"], _LEGEND.items())
 
 
-def count_ways(report: Report) -> str:
+def list_ways(report: Report) -> str:
     """Count the paper's entries by what can reproduce them: the default run, other runs, the papers' data and GPUs."""
     graph = {source.path for source in report.results.sources if source.stage is not None}
     measured = [verdict for verdict in report.all if verdict.ours is not None]
@@ -76,7 +76,7 @@ def describe_speed_rule(report: Report) -> str:
     return f"Speed and memory are compared only when taken on one {conditions.speed_device} {at_batch}."
 
 
-def count_kinds(report: Report) -> str:
+def list_kinds(report: Report) -> str:
     """Count the paper's entries by kind and status."""
     kinds = group_by(report.all, lambda verdict: verdict.entry.kind)
     rows = []

@@ -80,7 +80,7 @@ class Speeds:
     source: Source
     rows: dict[tuple[str, str | None, int], Row]  # (registered name, attention, image size in pixels) -> row
 
-    def find_ratio(self, attention: str, size: int) -> str:
+    def describe_ratio(self, attention: str, size: int) -> str:
         """Return the model's speed as a multiple of the baseline's with this attention, with the ends of the ratio.
 
         The ends follow from the ranges over processes. The result is `HOST` if a time is the host's, and empty if there
@@ -91,7 +91,7 @@ class Speeds:
             return format_ratio(*ratio)
         return HOST if any(row["host"] == HOST for row in rows) else ""
 
-    def find_memory(self, attention: str, size: int) -> str:
+    def describe_memory(self, attention: str, size: int) -> str:
         """Say by how many percent the model takes more or less memory than the baseline; empty for an unknown peak."""
         peaks = [row["peak_memory_mib"] for row in self._pair(attention, size)]
         if not peaks or not all(peaks):

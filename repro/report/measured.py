@@ -38,7 +38,7 @@ def list_speeds(report: Report) -> str:
         if listed := [row for row, source in rows if source.stage is not None]:
             blocks += [f"The default run: {ONE_PROCESS}.", tabulate(_SPEEDS, listed)]
         if swept:
-            blocks += _sweep(group, swept)
+            blocks += _list_sweep(group, swept)
     return join(blocks)
 
 
@@ -194,7 +194,7 @@ def format_scores(metrics: Mapping[str, Any], labels: Mapping[str, str], places:
     return ", ".join(shown)
 
 
-def _sweep(group: SpeedGroup, rows: Sequence[tuple[Row, Source]]) -> list[str]:
+def _list_sweep(group: SpeedGroup, rows: Sequence[tuple[Row, Source]]) -> list[str]:
     """Return tables of each model's time and memory by image size, and the sweep's conclusions."""
     from ..bench.conclude import conclude  # loads numpy
 

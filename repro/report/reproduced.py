@@ -28,7 +28,7 @@ class Score(NamedTuple):
     made_interval: tuple[float, float] | None = None
 
     @property
-    def has_left(self) -> bool:
+    def is_beyond_chance(self) -> bool:
         """Whether the new score is missing, or its interval does not overlap the old one (by chance 1 in 180)."""
         if self.made is None or self.interval is None or self.made_interval is None:
             return self.made is None
@@ -71,7 +71,9 @@ def describe_scores(scores: list[Score], commit: str) -> list[str]:
             continue
         judged = "one seed, no interval"
         if score.interval is not None:
-            judged = "{} chance, {:.2f} to {:.2f}".format("beyond" if score.has_left else "within", *score.interval)
+            judged = "{} chance, {:.2f} to {:.2f}".format(
+                "beyond" if score.is_beyond_chance else "within", *score.interval
+            )
         lines.append(f"{known} -> {score.made:.2f} ({score.made - score.held:+.2f}), {judged}")
     return lines
 

@@ -34,7 +34,7 @@ def render_template(file: Path, report: Report, parts: Mapping[str, Callable[...
     """
     environment = make_environment(file.parent)
     environment.finalize = lambda value: f"{value:,}" if isinstance(value, int) else value
-    own = (judge, printed, compare_speed, compare_memory, name_device, count_pairs, count_status)
+    own = (judge, printed, compare_speed, compare_memory, name_device, describe_pairs, count_status)
     functions = {each.__name__: each for each in own} | {**parts}
     environment.globals = {name: partial(_call, part, report) for name, part in functions.items()}
     paragraphs = []
@@ -90,13 +90,13 @@ def compare_speed(report: Report, kind: str, size: int, attention: str) -> str:
     `not measured` where the device has no record, `–` where there is no ratio.
     """
     speeds = _find_speeds(report, kind)
-    return (speeds.find_ratio(attention, size) or "–") if speeds else _NOT_MEASURED
+    return (speeds.describe_ratio(attention, size) or "–") if speeds else _NOT_MEASURED
 
 
 def compare_memory(report: Report, kind: str, size: int, attention: str) -> str:
     """Return the difference in memory to the baseline on a `GPU` or a `CPU`; missing values as in `compare_speed`."""
     speeds = _find_speeds(report, kind)
-    return (speeds.find_memory(attention, size) or "–") if speeds else _NOT_MEASURED
+    return (speeds.describe_memory(attention, size) or "–") if speeds else _NOT_MEASURED
 
 
 def name_device(report: Report, kind: str) -> str:
@@ -111,7 +111,7 @@ def _find_speeds(report: Report, kind: str) -> Speeds | None:
     return next((speeds for speeds in every if speeds.is_gpu == (kind == "GPU")), None)
 
 
-def count_pairs(report: Report, place: str, data: str) -> str:
+def describe_pairs(report: Report, place: str, data: str) -> str:
     """Return a table's or figure's count of seen pairs on a data set, for each choice of rates; else `not trained`."""
     found = {}
     for group, where, ordering in judge_variants(report):

@@ -129,12 +129,13 @@ def judge_group(group: Group, where: VariantTable, ledger: Ledger) -> Ordering:
     members, m = group.at(where), group.common
     top1 = {name: source.by_seed(TOP1) for name, source in members.items()}
     ends = {
-        name: {run["seed"]: find_ends(run) for run in source.metrics["by_seed"]} for name, source in members.items()
+        name: {run["seed"]: find_last_scores(run) for run in source.metrics["by_seed"]}
+        for name, source in members.items()
     }
     return judge_ordering(top1, ends, find_orders(where, ledger), m["held_out_images"], m["classes"], where.margins)
 
 
-def find_ends(run: Mapping[str, Any]) -> tuple[float | None, float]:
+def find_last_scores(run: Mapping[str, Any]) -> tuple[float | None, float]:
     """Return the last two accuracies of a run's curve in percent; the first is None if the curve has only one.
 
     They are on the tuning split if the run has one, because the curve then is.
@@ -183,12 +184,12 @@ def list_ablations(report: Report) -> str:
     rows = []
     for group, at, it in judged:
         others = _judge_elsewhere(group, at, ledger)
-        again = "; ".join(f"{each.machine}: {other.shown}, by {_count(other.pairs)}" for each, other, _ in others)
+        again = "; ".join(f"{each.machine}: {other.shown}, by {_count_pairs(other.pairs)}" for each, other, _ in others)
         origin = f"{group.title}, {group.common['image_size']}² pixels, {group.machine}"
         rows.append([at.place, origin, strong(it.shown), it.why, number(it.tau, ".2f"), again or "–"])
     header = ["", "trained", "verdict", "because", "τ", "elsewhere"]
     blocks = [table(header, rows)]
-    drawn = _to_draw(report)
+    drawn = _choose_panels(report)
     for group, where, found in judged:
         blocks += [f"### {where.place}: {group.title}", warn_of_seeds(group.at(where).values())]
         blocks += [report.paper.ablations.notes.get(where.place, ""), _rows_table(group, where, report)]
@@ -209,7 +210,7 @@ def list_unlike_machines(report: Report) -> str:
     for group, where, _ in judge_variants(report):
         for each, other, same in _judge_elsewhere(group, where, report.paper.ledger):
             if other.word != same.word:
-                about = f" of {where.place} ({group.common['data']}, {group.rates}; {_count(other.pairs)}): "
+                about = f" of {where.place} ({group.common['data']}, {group.rates}; {_count_pairs(other.pairs)}): "
                 said = f"{same.shown} on {group.machine}, {other.shown} on {each.machine}."
                 lines.append(f"**The machine changes the verdict**{about}{said}")
     return bullets(lines)
@@ -237,7 +238,7 @@ def _judge_elsewhere(group: Group, where: VariantTable, ledger: Ledger) -> list[
     return found
 
 
-def _count(pairs: Sequence[Pair]) -> str:
+def _count_pairs(pairs: Sequence[Pair]) -> str:
     return f"{len(pairs)} pair{'s' * (len(pairs) > 1)}"
 
 
@@ -247,10 +248,10 @@ def _show_top1(source: Source) -> str:
 
 
 def plan_figures(report: Report) -> Drawings:
-    """Plan the figures that compare variants, one per picture and data set, of the groups that `_to_draw` chooses."""
+    """Plan the figures that compare variants, one per picture and data set, of the groups that `_choose_panels` chooses."""
     printed = partial(find_printed, report.paper.ledger)
     drawn = {}
-    for name, panels in _to_draw(report).items():
+    for name, panels in _choose_panels(report).items():
         _, draw = report.paper.pictures[panels[0][1].place]
         sources = {each.path: each for group, where in panels for each in group.at(where).values()}
         groups = {where.place: group for group, where in panels}
@@ -291,7 +292,7 @@ def _surpasses(other: Group, group: Group, where: VariantTable) -> bool:
     return all(name in theirs and theirs[name].recipe == source.recipe for name, source in ours.items())
 
 
-def _to_draw(report: Report) -> dict[str, list[tuple[Group, VariantTable]]]:
+def _choose_panels(report: Report) -> dict[str, list[tuple[Group, VariantTable]]]:
     """Return file name of a picture -> the group and the table of each of its panels.
 
     A panel shows the group with the most of its variants. Own learning rates break ties, then more epochs.

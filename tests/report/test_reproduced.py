@@ -44,7 +44,7 @@ def test_a_score_may_differ_while_the_intervals_meet(held, one, three, left):
     write(held, "one", one, SEED)
     write(held, "three", three, average(three))
     scores = list_scores(held.paths, ["pretrain"], "HEAD")
-    assert [score.has_left for score in scores].count(True) == left
+    assert [score.is_beyond_chance for score in scores].count(True) == left
     equal = (one == 50) + (three == 50)
     lines = describe_scores(scores, "HEAD")
     assert lines[0].startswith(f"{equal} of 2") and len(lines) == 1 + 2 - equal
@@ -52,7 +52,7 @@ def test_a_score_may_differ_while_the_intervals_meet(held, one, three, left):
 
 def test_a_missing_score_is_no_success(held):
     (held.paths.results / "pretrain/one/metrics.json").unlink()
-    assert [score.has_left for score in list_scores(held.paths, ["pretrain"], "HEAD")] == [True, False]
+    assert [score.is_beyond_chance for score in list_scores(held.paths, ["pretrain"], "HEAD")] == [True, False]
 
 
 @pytest.mark.parametrize(("stages", "commit"), [(["pretrain"], "nonsense"), (["detect"], "HEAD")])

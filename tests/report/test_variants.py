@@ -8,7 +8,7 @@ from repro.bench.flops import cost
 from repro.papers import load_primary
 from repro.report.answer import verdict_blocks
 from repro.report.results import Missing
-from repro.report.variants import find_ends, find_groups, find_shown, list_ablations, plan_figures
+from repro.report.variants import find_groups, find_last_scores, find_shown, list_ablations, plan_figures
 
 PAPER = load_primary()
 TABLES_AND_FIGURES = [table.place for table in PAPER.compared]
@@ -171,8 +171,8 @@ def test_a_group_of_the_pipeline_is_judged_unless_the_same_have_more_seeds(check
 def test_whether_a_curve_still_rises_is_read_on_one_split():
     """The score that is reported, on other images, may be lower than the curve's last but one."""
     on_tune = {"top1_percent": 80.0, "tune_top1_percent": 90.0, "tune_top1_previous_percent": 89.0}
-    assert find_ends(on_tune) == (89.0, 90.0)
-    assert find_ends({"top1_percent": 80.0, "top1_previous_percent": 79.0}) == (79.0, 80.0)
+    assert find_last_scores(on_tune) == (89.0, 90.0)
+    assert find_last_scores({"top1_percent": 80.0, "top1_previous_percent": 79.0}) == (79.0, 80.0)
 
 
 def test_the_opening_counts_the_pairs_that_are_seen(checkout):

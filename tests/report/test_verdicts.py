@@ -2,7 +2,7 @@
 
 import pytest
 
-from repro.report.comparison import count_kinds, count_relations, count_ways, list_differences, not_measurable
+from repro.report.comparison import count_relations, list_differences, list_kinds, list_ways, not_measurable
 from repro.report.measured import format_scores
 from repro.report.verdicts import STATUSES
 
@@ -156,7 +156,7 @@ def test_how_each_number_can_be_made_again(checkout):
         + claim(name="text.z", ours=MISSING)
         + claim(name="text.w", ours="", out_of_scope="no model of images")
     )
-    rows = count_ways(report).splitlines()[2:]
+    rows = list_ways(report).splitlines()[2:]
     assert [row.split(" | ")[1] for row in rows] == ["1"] * 4
 
 
@@ -178,7 +178,7 @@ def test_every_status_can_be_had_and_is_counted(checkout):
         + "explanations:\n  - {ids: [text.e_v], text: 'ours lacks {computed}', shows: 12 + 1}\n"
     )
     assert [verdict.status for verdict in report.all] == list(STATUSES)
-    text = count_kinds(report)
+    text = list_kinds(report)
     assert "| **all** |" + " **1** |" * 10 + " **10** |" in text
     assert [count_relations(report, what) for what in ("checked", "hold", "broken")] == [1, 0, 1]
     rows = list_differences(report).splitlines()[-2:]
