@@ -68,6 +68,8 @@ def _pool(runs: Sequence[Row]) -> dict[str, Any]:
 def mark_host(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """Add `host` to each row: empty if its time is the device's, else `HOST` or `UNKNOWN`.
 
+    `rows` must be all rows of a device, before they are grouped: the evidence may be a row of another batch size.
+
     A small step on a GPU takes as long as the host needs to launch its kernels. A row's time is the host's if another
     row of the same model and conditions differs in work by `MORE_WORK` or more, and in time by `AS_LONG` or less. For
     other rows on a GPU the host's share is unknown, except with CUDA graphs, whose launches cost nothing.
