@@ -48,6 +48,7 @@ def _rank_runs(runs: Sequence[Row]) -> tuple[int, str]:
 
 
 def _pool(runs: Sequence[Row]) -> dict[str, Any]:
+    """Pool rows of one commit. Failed rows count only if none was measured; fields without a range are the first row's."""
     measured = [row for row in runs if row["status"] == "ok"]
     first = (measured or runs)[0]
     if not measured:
@@ -106,6 +107,7 @@ def describe_time(row: Row) -> str:
 
 
 def _find_host(row: Row, rows: Sequence[Row]) -> str:
+    """Return a row's `host`, see `mark_host`; a row without a time has none."""
     if not row.get("latency_ms") or not str(row.get("device")).startswith("cuda") or row.get("compile") == "graphs":
         return ""
 
