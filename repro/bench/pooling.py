@@ -48,7 +48,7 @@ def _rank_runs(runs: Sequence[Row]) -> tuple[int, str]:
 
 
 def _pool(runs: Sequence[Row]) -> dict[str, Any]:
-    """Pool rows of one commit. Failed rows count only if none was measured; fields without a range are the first row's."""
+    """Pool rows of one commit. Failed ones count only if none was measured; fields without a range are the first's."""
     measured = [row for row in runs if row["status"] == "ok"]
     first = (measured or runs)[0]
     if not measured:

@@ -26,8 +26,8 @@ class Printed:
     Args:
         models: registered name -> the values in which this model differs, in the form of `said`.
         said: source -> {key path, e.g. `optim.lr`: value}. A source is a clause with a placeholder for the value. If
-            the recipe names options (`options.*`), every option that it does not name is a departure. A training without
-            a named option counts as having the value here, so that must be the model's default.
+            the recipe names options (`options.*`), every option that it does not name is a departure. A training that
+            does not name one counts as having its value here, so that must be the model's default.
         choices: choice of this project that does not count as a departure -> the settings (key -> value) that make it;
             their keys are top-level keys of the params, no key paths.
     """
