@@ -116,7 +116,10 @@ def _shorten(texts: Sequence[str]) -> str:
 
 
 def _find_saved_state(paths: Paths, table: Mapping[str, Any], name: str) -> Path | None:
-    """Find the newest saved state of a training cell under its present parameters, of the last seed that was begun."""
+    """Find the newest saved state of a training cell under its present parameters, of the last seed that was begun.
+
+    The newest is the last by name, because `training.checkpoint` pads the step with zeros.
+    """
     stage, _, cell = name.partition("@")
     row = table.get(stage)
     if row is None or row.task is None or not any(paths.run_state(stage, cell, "").glob("seed_*/step_*.pt")):

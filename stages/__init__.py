@@ -124,7 +124,11 @@ def load_stages() -> dict[str, Stage]:
 
 
 def list_graph() -> list[str]:
-    """Return the names of the stages of dvc.yaml in its order; empty without a dvc.yaml, as in a wheel."""
+    """Return the names of the stages of dvc.yaml in its order; empty without a dvc.yaml, as in a wheel.
+
+    A stage's line there must be two spaces, the name and a colon. With anything else on it, even a comment, the stage
+    is not found, and the report leaves out its records.
+    """
     file = Path(repro.__file__).parents[1] / "dvc.yaml"
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
     return re.findall(r"(?m)^  (\w+):$", text)

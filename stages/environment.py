@@ -1,8 +1,8 @@
 """Stage environment: the machine and its versions, so that DVC never restores another machine's benchmark.
 
 It always runs, takes under a second, and does not import torch. Its record must not change from run to run, so it has
-no date, host name or commit. Therefore it is not written by `record.write_record`: the identity there has the commit
-and the hash of the code, and with these every edit would make every benchmark stale.
+no date, host name or commit. `record.write_record` would not do: it adds the commit, and it keeps a record where only
+the versions differ, so that a new PyTorch would leave the old benchmarks fresh.
 """
 
 from repro.core.paths import find_root

@@ -58,6 +58,7 @@ def adapted_cost(backbone: str, image_size: tuple[int, int], options: Mapping[st
                 )
     with torch.no_grad(), OperatorCounter() as counter:
         model(image)
+    # a copy of `hooked`: `_replace_uncounted` runs modules again, and their hooks would count twice
     terms = {"multiply_adds": counter.macs - counter.macs_of("vision_ttt.ms_deform_attn"), **hooked}
     _replace_uncounted(model, image, counter, terms)
     return Cost(sum(p.numel() for p in model.parameters()), counter.macs, "counter", paper_terms=terms)

@@ -32,7 +32,8 @@ from .sweep import PAIR
 from .unfinished import Unfinished
 
 SHORTEST_S = 20.0  # with less time left, no step begins
-TRAINED = "speed/pretrain/vittt_tiny_digits"  # the cell `TRAINING`, which no params file has
+# the cell `TRAINING`; no params file may have one of this name, because `time_training` deletes its record of a device
+TRAINED = "speed/pretrain/vittt_tiny_digits"
 TRAINING = {
     "model": "vittt_tiny_patch16_224",
     "data": "digits",
@@ -58,7 +59,7 @@ class CampaignStep:
     """One step of the measurements.
 
     Args:
-        name: the step's name.
+        name: the step's name, unique in a series: by it a later call knows that the step is complete.
         about: its purpose in words.
         run: (paths, minutes left or None, start of the series) -> whether the step is complete.
         limit: the most minutes that the step may take in a call with a time limit, so that later steps get their share.

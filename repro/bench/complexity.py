@@ -16,7 +16,7 @@ from .fvcore import fvcore_terms
 from .params import ADAPTER, ComplexityParams, SizePair
 from .speed import row_id
 
-SAVED_AT = 1280  # the image size of the paper's statement on savings (Fig. 1)
+SAVED_AT = 1280  # the image size of the paper's statement on savings (Fig. 1); `report.results` names its key
 COLUMNS = ("row", "model", "image_size", "params_m", "macs_g", "method", "macs_g_paper_convention", "macs_g_fvcore")
 
 

@@ -86,6 +86,7 @@ def _find_saved(ours: Row, theirs: Row) -> float | None:
 
 
 def _compare(family: str, ours: Sequence[Row], theirs: Sequence[Row]) -> dict[str, Any]:
+    """Compare the family `BASIS` with another one at a size; return `compared` of `conclude` from `image_size` on."""
     our_rows, their_rows = (
         {row["image_size"][0]: row for row in rows if row["status"] == "ok"} for rows in (ours, theirs)
     )

@@ -187,7 +187,10 @@ class OperatorCounter(SeesParts):
         return self._flops.total() // 2
 
     def macs_of(self, operator: str) -> int:
-        """Return the MACs of one operator, such as `aten.mm`."""
+        """Return the MACs of one operator, such as `aten.mm`; 0 if no operator of this name ran.
+
+        So after a renaming of an operator, counts that subtract it by its old name are too large, without an error.
+        """
         return self._flops[operator] // 2
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

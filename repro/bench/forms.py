@@ -127,6 +127,7 @@ def run_forms(paths: Paths, runtime: Runtime, params: FormsParams = FormsParams(
         learners = _make_learners(setting, tokens, device.type)
         for mode, (learner, forms) in itertools.product(setting.modes, learners.items()):
             about = {"setting": setting.name, "learner": learner, "mode": mode, "tokens": tokens}
+            # both forms again, even if one is there: `compare_forms` takes ratios within the turns of one measurement
             if not all(_identify(about | {"form": form}) in rows for form in forms):
                 add(_measure_learner(about, setting, forms, device.type))
     for side, (step, backend) in itertools.product(params.image_sizes, BACKBONES):
@@ -206,6 +207,7 @@ def _measure_learner(
         }
         row["chunk_size"] = setting.chunks[about["learner"].partition("_")[0]]
         row["tokens_m_per_s"] = about["tokens"] * setting.heads / row["latency_ms"] / 1e3
+        # after the timing: the forms share their leaves, and the first step of all allocates the leaves' gradients
         row["peak_memory_mib"] = measure_peak_mib(step, device)
         rows.append(row)
         said.append(f"{form} {row['latency_ms']:.2f} ms, {row['peak_memory_mib']:.1f} MiB")

@@ -116,7 +116,11 @@ def check_kernels(
 
 
 def _check_operator(cases: Any, device: Any, state: Unfinished, deadline: float, first: int | None) -> list[Row] | None:
-    """Make the checks of an operator that earlier calls did not; return all rows, or None if the time ended before."""
+    """Make the checks of an operator that earlier calls did not; return all rows, or None if the time ended before.
+
+    Rows of earlier calls are kept by the check's number in `check.planned`, whatever code made them. After an edit of
+    kernels or checks, remove the state in .runs/measuring/checks; the worker's `_list_checks` must keep the numbers.
+    """
     from kernels.tools import check
 
     planned, rows = list(check.planned(cases, device)), state.kept.setdefault(cases.NAME, {})

@@ -189,7 +189,10 @@ class SweepParams:
 def _make_specs(
     params: Any, models: list, image_sizes: Iterable[int], device_type: str, threads: int | None
 ) -> list[RowSpec]:
-    """Make a row for each image size and (model, attention), with the fields that params and `RowSpec` share."""
+    """Make a row for each image size and (model, attention), with the fields that params and `RowSpec` share.
+
+    They share them by name: if a field is renamed in one of the classes, every row silently has `RowSpec`'s default.
+    """
     names = [field.name for field in dataclasses.fields(RowSpec) if hasattr(params, field.name)]
     shared = {name: getattr(params, name) for name in names} | {"device": device_type, "threads": threads}
     return [

@@ -48,6 +48,7 @@ def _rank_runs(runs: Sequence[Row]) -> tuple[int, str]:
 
 
 def _pool(runs: Sequence[Row]) -> dict[str, Any]:
+    """Pool rows of one commit. Failed ones count only if none was measured; fields without a range are the first's."""
     measured = [row for row in runs if row["status"] == "ok"]
     first = (measured or runs)[0]
     if not measured:
@@ -67,6 +68,8 @@ def _pool(runs: Sequence[Row]) -> dict[str, Any]:
 
 def mark_host(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """Add `host` to each row: empty if its time is the device's, else `HOST` or `UNKNOWN`.
+
+    `rows` must be all rows of a device, before they are grouped: the evidence may be a row of another batch size.
 
     A small step on a GPU takes as long as the host needs to launch its kernels. A row's time is the host's if another
     row of the same model and conditions differs in work by `MORE_WORK` or more, and in time by `AS_LONG` or less. For
@@ -104,6 +107,7 @@ def describe_time(row: Row) -> str:
 
 
 def _find_host(row: Row, rows: Sequence[Row]) -> str:
+    """Return a row's `host`, see `mark_host`; a row without a time has none."""
     if not row.get("latency_ms") or not str(row.get("device")).startswith("cuda") or row.get("compile") == "graphs":
         return ""
 

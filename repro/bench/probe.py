@@ -179,7 +179,7 @@ def time_steps(probe: ProbeLines, *, compiled: bool = False) -> None:
             optimizer.zero_grad(set_to_none=True)
 
         _say_times(probe, step, name, corner, mode)
-        if x.device.type == "cuda":
+        if x.device.type == "cuda":  # the peak since `_time`, within `_say_times`, has reset it after its warm-up
             _say(probe, "peak_memory_mib", torch.cuda.max_memory_allocated() / 2**20, name, corner, mode)
 
 

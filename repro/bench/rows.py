@@ -78,8 +78,8 @@ class Sheet:
         path: the file, which need not exist.
         root: the root of the work tree, whose commit is written in each new row.
         device: the label of the present device, see `core.runtime.device_label`.
-        began: rows measured before this time (`unfinished.read_clock`) are old. They do not count, and a new row
-            with the same key replaces them.
+        began: rows measured before this time (`unfinished.read_clock`) are old, and so are rows of another label, as of
+            other threads. They do not count, and a new row with the same key replaces them, whatever their run.
     """
 
     def __init__(self, path: Path, root: Path, device: str, began: str):

@@ -42,6 +42,8 @@ _OUT_OF_MEMORY = ("out of memory", "not enough memory", *_ALLOCATION_ERRORS)
 class RowSpec:
     """The specification of one row. Values are not checked here, but in params.yaml or on the command line.
 
+    A new field that changes the time must be in `sweep.row_key` and `rows.COLUMNS`, too: equal keys replace each other.
+
     Args:
         model: a name that timm knows after `import repro.models`.
         options: keyword arguments of the model.
@@ -257,7 +259,7 @@ def _run(spec: RowSpec) -> dict[str, Any]:
     from . import build
 
     load = read_load()  # before the row's own work adds to it
-    if spec.threads:
+    if spec.threads:  # not by `prepare_process`, which keeps freed memory: the peak is read with malloc's defaults
         torch.set_num_threads(spec.threads)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.benchmark = True  # for all models: cuDNN's heuristics pick a slow kernel for patch embeddings

@@ -15,7 +15,8 @@ from .speed import SLOW_STEP_S, SLOW_STEPS, WARM_UP_S, RowSpec
 IMAGE_SIZES = (224, 384, 512, 640, 768, 896, 1024, 1152, 1280)
 PATCH_SIZE = 16
 SIZES = {"T": "tiny", "S": "small", "B": "base"}
-# family -> (pattern of its models' names, kind of attention or None); rows are measured in this order
+# family -> (pattern of its models' names, kind of attention or None); rows are measured in this order. Figures need a
+# style of each family in `core.figures.STYLES`
 FAMILIES: dict[str, tuple[str, str | None]] = {
     "vittt": ("vittt_{}_patch16_224", None),
     "deit": ("deit_{}_patch16_224", "unfused"),
@@ -61,7 +62,10 @@ def order_by_importance(image_sizes: Sequence[int]) -> list[int]:
 
 
 def find_family(row: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """Return (family, size), keys of `FAMILIES` and `SIZES`, of a row or of the `vars` of a spec; else (None, None)."""
+    """Return (family, size), keys of `FAMILIES` and `SIZES`, of a row or of the `vars` of a spec; else (None, None).
+
+    A model's options are not read, because rows of speed have none; a variant would count as its family.
+    """
     return _MODELS.get((row["model"], row["attention"]), (None, None))
 
 

@@ -91,6 +91,7 @@ def start_logged(
     """Start `python -m MODULE ARGUMENTS`, which ends with this process if it is `repro` or this module.
 
     The child leads its own session, so that a Ctrl-C in the terminal reaches it once, and only through this process.
+    `pipeline.run_stages` and `_run_module` send signals to its whole group, which must hold no other process.
 
     Args:
         log: the file of its output.
@@ -138,7 +139,7 @@ def _run_module() -> None:
     """
     # this process leads its group: all children get the signal of a Ctrl-C, after which they save their states
     follow_parent(lambda: os.killpg(0, signal.SIGINT))
-    os.environ[PARENT] = str(os.getpid())
+    os.environ[PARENT] = str(os.getpid())  # only now: `follow_parent` has read the parent's id from there
     logging.disable(logging.INFO)  # otherwise DVC's messages about dvc.lock would be the last lines of a log
     del sys.argv[0]
     try:

@@ -95,6 +95,7 @@ def _refuse(node: yaml.Node, problem: str) -> yaml.YAMLError:
     return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
+# the table is PyYAML's own, so all its loaders and dumpers in this process get this resolver too
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )
@@ -105,7 +106,8 @@ def bounded(
 ) -> Any:
     """Make a dataclass field whose number must be >= `ge`, > `gt` and <= `le`; None is exempt.
 
-    A field without a default is required.
+    A field without a default is required. The metadata's keys are pydantic's names; it ignores any other, and then
+    nothing checks the bound.
     """
     return dataclasses.field(default=default, metadata={"ge": ge, "gt": gt, "le": le})
 
@@ -125,7 +127,8 @@ class Each:
 # words in pydantic's messages -> words of arithmetic and YAML
 _WORDS = {"greater than or equal to": ">=", "less than or equal to": "<=", "greater than": ">"}
 _WORDS |= {"a valid array": "a list", "an object": "a mapping"}
-# fields that were added after records existed; left out while None, so that old hashes stay valid
+# fields that were added after records existed; left out while None, so that old hashes stay valid. A new field that is
+# not here changes the hash of each old record and saved state. Both tuples hold in every dataclass, at any depth
 _NEWER = ("crop_padding",)
 _UNHASHED = ("family",)  # names the golden losses that DVC watches; it does not affect the training
 # section of older files -> advice for its cells
@@ -178,7 +181,8 @@ def build(cls: type, data: Any, where: str) -> Any:
 
     Raises:
         UserError: an unknown or missing key, a wrong type, a value out of range, a value that JSON does not have (a
-            date, NaN, a number as a key), or an error of a class's own `__post_init__`.
+            date, NaN, a number as a key), or a ValueError of a class's own `__post_init__`. If its message begins with
+            `<field>:`, that field is added to the key path; any other exception loses the path.
     """
     from pydantic import ValidationError
 

@@ -18,7 +18,8 @@ def write_csv(path: Path, rows: Iterable[Mapping[str, Any]], columns: Sequence[s
 def format_csv(rows: Iterable[Mapping[str, Any]], columns: Sequence[str] | None = None) -> str:
     """Format rows as CSV with floats at full precision; None and missing keys are left empty.
 
-    Only `columns` are written, in their order; None writes the rows' keys in the order of their first use.
+    Only `columns` are written, in their order; None writes the rows' keys in the order of their first use. With dtype
+    object an integer in a column with a missing value stays `1`; `read_typed_csv` would refuse `1.0`.
     """
     import pandas as pd
 

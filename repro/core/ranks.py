@@ -24,7 +24,11 @@ RESTARTS = 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """The place of this process among those that train together, with torchrun's names."""
+    """The place of this process among those that train together, with torchrun's names.
+
+    From `any` on, every method is an exchange that all ranks must call, in the same order. A call that only rank 0
+    makes waits until the timeout, and a run of one process does not show it.
+    """
 
     rank: int = 0
     world_size: int = 1

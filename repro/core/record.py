@@ -35,9 +35,13 @@ _VERSIONS_OF = ("torch", "torchvision", "triton", "timm", "numpy", "numba", "llv
 
 @contextlib.contextmanager
 def atomic(path: Path) -> Iterator[Path]:
-    """Yield a temporary path in the same folder; on success it is flushed and renamed to `path`, on failure removed."""
+    """Yield a temporary path in the same folder; on success it is flushed and renamed to `path`, on failure removed.
+
+    The file is there, empty, and its name ends with `.tmp`. A writer that takes the format from the name must be told
+    it; one that appends an ending, as `np.savez` does, needs an open file, or the empty file becomes `path`.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # a file name has at most 255 bytes, and a character up to four
+    # a file name has at most 255 bytes, and a character up to four; `sweep` finds leftovers by this form of the name
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:60]}.", suffix=".tmp")
     os.close(handle)
     temporary = Path(name)
@@ -142,7 +146,9 @@ def write_record(
     """Write the record `file`, {metrics, identity}, and its `run.json` (date, seconds, host).
 
     An existing record with the same metrics, parameters, data and device is not rewritten, so its commit remains that
-    of the last change. Metrics have their unit in the key. A None must have a sibling key `<name>_reason`.
+    of the last change. The rest of the identity, such as recipe and versions, is not compared: a caller that must renew
+    it removes the file first, as `runs.seeds.collect` does. Metrics have their unit in the key. A None must have a
+    sibling key `<name>_reason` or `reason`.
 
     Args:
         file: `metrics.json` in a cell's folder, or `<cell>.json` among the records of a device.
@@ -150,6 +156,7 @@ def write_record(
         identity: see `make_identity`.
         seconds: the time of the run.
         scores: keys of the scores to compare. If given, `file` has these alone, and `record.json` next to it the rest.
+            A cell must always have them or never: without them an old `record.json` stays, and `read_record` joins it.
         curve: the lines of a CSV table with a row per epoch and seed. A record that is not rewritten keeps its own.
     """
     _require_reasons(metrics, str(file))
@@ -174,7 +181,10 @@ def _write_details(file: Path, record: Mapping[str, Any]) -> None:
 
 
 def write_run(file: Path, seconds: float) -> None:
-    """Write the `run.json` of a record or of a stage's rows.csv: date, host and seconds."""
+    """Write the `run.json` of a record or of a stage's rows.csv: date, host and seconds.
+
+    `report.records.Source.run_file` repeats the rule for its name; where the two differ, `repro plan` knows no times.
+    """
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     run = "run.json" if file.name in ("metrics.json", "rows.csv") else f"{file.stem}.run.json"
     write_json(file.with_name(run), {"finished": now, "seconds": round(seconds, 1), "host": platform.node()})
@@ -264,7 +274,11 @@ def current_commit(root: Path) -> str | None:
 
 
 def serialise_recipe(identity: Mapping[str, Any]) -> str | None:
-    """Return the recipe in a record's identity as JSON, without device and backend; None for a record without one."""
+    """Return the recipe in a record's identity as JSON, without device and backend; None for a record without one.
+
+    The report joins the records of a cell by several machines only if these texts are equal, so facts of a recipe that
+    belong to the machine must be left out here.
+    """
     if (recipe := identity.get("recipe")) is None:
         return None
     precision = recipe.get("precision")

@@ -190,7 +190,11 @@ def share_machine(slot: int, jobs: int, runtime: Runtime) -> dict[str, str]:
 
 
 def device_label(device: Any, threads: int | None = None) -> str:
-    """Return a device's name in results: `cuda: NVIDIA L40S`, or `cpu: AMD EPYC family 25 model 17, 2 threads`."""
+    """Return a device's name in results: `cuda: NVIDIA L40S`, or `cpu: AMD EPYC family 25 model 17, 2 threads`.
+
+    Its readers need this form: records belong to one machine if the text before `, ` is equal (`record.name_machine`),
+    and `cuda` or `cpu` before the colon says the type.
+    """
     import torch
 
     if torch.device(device).type == "cuda":

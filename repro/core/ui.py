@@ -38,7 +38,8 @@ def escape_line(text: object) -> str:
 def print_error(error: Exception | str) -> None:
     """Print an error as one line on stderr, if that is open.
 
-    In a long line, paths become relative to the working directory, and then the middle is cut out.
+    In a long line, paths become relative to the working directory, and then the middle is cut out. `repro run` finds
+    the line in a stage's output by its beginning, `repro: `.
     """
     line = escape_line(re.sub(r"\s+", " ", f"repro: {error}", flags=re.ASCII))
     if len(line) > MOST_CHARACTERS:

@@ -26,8 +26,10 @@ class Printed:
     Args:
         models: registered name -> the values in which this model differs, in the form of `said`.
         said: source -> {key path, e.g. `optim.lr`: value}. A source is a clause with a placeholder for the value. If
-            the recipe names options (`options.*`), every option that it does not name is a departure.
-        choices: choice of this project that does not count as a departure -> the settings (key -> value) that make it.
+            the recipe names options (`options.*`), every option that it does not name is a departure. A training that
+            does not name one counts as having its value here, so that must be the model's default.
+        choices: choice of this project that does not count as a departure -> the settings (key -> value) that make it;
+            their keys are top-level keys of the params, no key paths.
     """
 
     models: Mapping[str, Mapping[str, Mapping[str, Any]]]
@@ -62,7 +64,8 @@ def resolve(
 ) -> dict[str, Any]:
     """Compute every setting of a training that follows from its params, such as steps and scaled learning rates.
 
-    The result is plain data for JSON.
+    The result is plain data for JSON. The report joins the records of a cell by several machines only if it is equal
+    (`core.record.serialise_recipe`), so even a reworded reason or choice separates old records from new ones.
 
     Args:
         params: a cell of `pretrain:` or `linearize:` as nested dicts (`list_values`); `ema_decay` may be absent.
@@ -163,6 +166,7 @@ def find_departures(params: Mapping, resolved: Mapping, printed: Printed) -> lis
 
 
 def _same(ours: Any, wanted: Any, rel_tol: float = 1e-9) -> bool:
+    """Tell whether our value of a setting is the recipe's; the rule follows from the type of the recipe's value."""
     if wanted is None or isinstance(wanted, bool):
         return bool(ours) == bool(wanted)  # a strength of 0 switches it off
     if isinstance(wanted, tuple):  # 1.3333 in a params file is 4/3

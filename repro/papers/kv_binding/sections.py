@@ -43,7 +43,8 @@ UNLIKE = "not comparable (eager PyTorch beside compiled loops)"
 def list_residuals(report: Report) -> str:
     """Tabulate, for each equation of the ledger, its largest error in fp64 and that of the repaired equation.
 
-    An error has two digits, or is `< 1e-12`, where the digits differ between processors; an exact 0 is `0`.
+    An error has two digits, or is `< 1e-12`, where the digits differ between processors; an exact 0 is `0`. Errors are
+    the results of formulas whose name ends with `_error`; no other formula makes a row.
     """
     formulas = report.paper.formulas()
 

@@ -82,7 +82,11 @@ def _find_scratch(students: Sequence[Source], sources: Sequence[Source]) -> list
 
 
 def _name_student(source: Source) -> str:
-    """Describe a student's options in words."""
+    """Describe a student's options in words.
+
+    Records have only the options that their cells name; the others must be T5's defaults here. By this name students
+    are told apart, and compared with their models from random weights.
+    """
     chosen = {"inner": "swiglu", "key_norm": "instance", "dwc": "qk", "neighbours": 0, **source.metrics["options"]}
     near = f", neighbours {chosen['neighbours']}" if chosen["neighbours"] else ""
     return f"{chosen['inner']}, norm {chosen['key_norm']}, dwc {chosen['dwc']}{near}"

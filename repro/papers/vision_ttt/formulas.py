@@ -8,7 +8,8 @@ from ..identities import choose
 _LAYERS, _HEAD_DIM, _CHUNK, _PATCH = 12, 64, 16, 16
 _VIM_LAYERS, _VIM_STATE = 24, 16
 _TABLE3_WIDTH, _TABLE3_TOKENS = 192, 196  # Vittt-T at 224x224
-# design of Table 3 -> (number of D x D projections, directions of the scan, Conv1d per direction, whether DWConv)
+# design of Table 3 -> (number of D x D projections, directions of the scan, Conv1d per direction, whether DWConv), in
+# the order of the table: `table3_step_g` takes the one before for the start of a step
 PRINTED_DESIGNS = {
     "ttt_layer": (4, 1, 0, False),
     "share_qk": (3, 1, 0, False),

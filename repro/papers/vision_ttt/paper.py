@@ -10,6 +10,7 @@ _ROOM = Path(__file__).parent
 
 PAPER = load_paper(
     __package__,
+    # their public functions share one namespace in the texts; of two with one name, that of the later module is called
     [measured, dense, photographs, readings_page, sections],
     drawings=photographs.plan_photographs,
     passages={

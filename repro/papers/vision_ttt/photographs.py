@@ -124,6 +124,7 @@ def judge_pairs(question: Mapping[str, Any], models: Mapping[str, Model]) -> lis
     unpaired = holm([_test_unpaired(models[first], models[second]) for first, second in asked])
     welch = dict(zip(asked, unpaired, strict=True))
     found = []
+    # two calls, because `compare_pairs` corrects the p of each pair for the number of its pairs
     for each in (*compare_pairs(top1, asked, least), *compare_pairs(top1, [*not_worse, *shown], least)):
         pair = each.better, each.worse
         first, second = (models[name] for name in pair)

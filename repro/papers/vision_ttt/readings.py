@@ -82,7 +82,8 @@ def count_reading(reading: Any) -> dict[str, dict[str, float]]:
 
     Parameters (1e6) are counted for the six designs of Table 3, for Vittt-S and Vittt-B, for the 3×3 convolution of
     each size, and for the saving by sharing Q and K. Multiply-adds (1e9, at 224×224) are counted for the designs, Vittt-S
-    and Vittt-B.
+    and Vittt-B. The models are built with our reading, and only their closed forms see another one, so a closed form
+    must not count the parameters of modules that a reading changes.
     """
     params, macs, dwconv = {}, {}, {}
     for name, model in _build_models().items():
@@ -136,6 +137,7 @@ def record_fits(paths: Paths) -> None:
 
 
 def _fit(reading: Any, ledger: Ledger) -> dict[str, Any]:
+    """Return what `fit_readings` states of one reading."""
     found: dict[str, Any] = {"missed": []}
     for kind, counts in count_reading(reading).items():
         how = {name: agreement(value, ledger.entries[name].printed or "") for name, value in counts.items()}

@@ -213,7 +213,7 @@ def list_night_pairs(report: Report) -> str:
     for data, about in questions["data"].items():
         for place in about["tables"]:
             pairs = questions["pairs"][place]
-            judged = _judge(report, data, pairs)
+            judged = _judge(report, data, pairs)  # without those of no power: each pair makes the correction stricter
             for better, worse in (*pairs, *questions["no_power"].get(place, ())):
                 pair = judged.get((better, worse))
                 said = ["–", "–", "–" if [better, worse] in pairs else "no power"]

@@ -23,7 +23,8 @@ from ...report.records import (
 from ...report.results import Missing
 from ...report.variants import TOP1, Group, find_groups
 
-_LAYERS = {"fc": "one layer", "mlp": "two layers", "layers3": "three layers"}  # the variants of Fig. 3
+# the variants of Fig. 3, from shallow to deep: `compare_losses` reads its pairs from this order
+_LAYERS = {"fc": "one layer", "mlp": "two layers", "layers3": "three layers"}
 _LOSS = "train_loss"
 _LEAST_SPREAD = 1e-8  # a loss is recorded to eight digits
 _COLOURS = ("#0072B2", "#E69F00", "#D55E00")
