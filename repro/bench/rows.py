@@ -12,6 +12,7 @@ from typing import Any
 from ..core.csvfile import read_typed_csv, write_csv
 from ..core.errors import RunError, blame
 from ..core.record import current_commit, installed_version
+from ..core.runtime import explain_emulation
 from .flops import cost
 from .op_rate import RATED_OPERATORS, measure_share
 from .speed import RowSpec, measure, unmeasured_row
@@ -232,8 +233,10 @@ def _measure(
 ) -> None:
     """Measure a row and add it to the sheet with the fields `also`, unless the time ends before it does."""
     began = time.monotonic()
+    emulation = explain_emulation(spec.dtype) if spec.device == "cpu" else None
     try:
-        row = measure(schedule.limit(spec))
+        # a product that is emulated says nothing of the models: it would be slower than in fp32 for any of them
+        row = unmeasured_row(spec, "emulated", emulation) if emulation else measure(schedule.limit(spec))
     except RuntimeError as error:
         if not keep_failures:
             raise RunError(f"efficiency: {error}") from None

@@ -209,7 +209,9 @@ def time_in_turn(
     return samples
 
 
-def unmeasured_row(spec: RowSpec, status: Literal["oom", "timeout", "failed"], reason: str) -> dict[str, Any]:
+def unmeasured_row(
+    spec: RowSpec, status: Literal["oom", "timeout", "failed", "emulated"], reason: str
+) -> dict[str, Any]:
     """Return the row of a spec that could not be measured, with its counts, `status` and `reason`."""
     return {**_blank_row(spec), "status": status, "reason": reason}
 

@@ -25,6 +25,8 @@ SHM = "/dev/shm"
 # parameters of glibc's mallopt (malloc.h), with values that keep all freed memory in the process
 _KEEP_FREED = {"M_MMAP_MAX": (-4, 0), "M_TRIM_THRESHOLD": (-1, 2**31 - 1), "M_TOP_PAD": (-2, 64 * 2**20)}
 _VECTOR_FLAG = re.compile(r"sse4_2|avx2?|fma|avx512\w*|amx\w*|neon|asimd\w*|sve\w*")
+# dtype -> the flags of a processor with units for its products (x86, then Arm); others convert each number to fp32
+_UNITS = {"bf16": ("amx_bf16", "avx512_bf16", "bf16"), "fp16": ("amx_fp16", "avx512_fp16", "asimdhp")}
 # BLAS_INFO of PyTorch's build settings -> the library
 _BLAS = {
     "mkl": "Intel MKL",
@@ -245,6 +247,20 @@ def describe_cpu(cpuinfo: Mapping[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = {"family_model_stepping": None if None in numbers else " ".join(map(str, numbers))}
     found["flags"] = None if flags is None else sorted(filter(_VECTOR_FLAG.fullmatch, set(flags.split())))
     return found | {f"{name}_reason": "/proc/cpuinfo does not say it" for name, value in found.items() if value is None}
+
+
+def explain_emulation(dtype: str, cpuinfo: Mapping[str, str] | None = None) -> str | None:
+    """Return why products in `bf16` or `fp16` are emulated on this processor; None if they are not, or it is unknown.
+
+    Args:
+        dtype: a name of `torch_dtype`.
+        cpuinfo: the fields of /proc/cpuinfo; None reads those of this machine.
+    """
+    found, units = _read_cpuinfo() if cpuinfo is None else cpuinfo, _UNITS.get(dtype)
+    flags = found.get("flags", found.get("Features"))
+    if units is None or flags is None or {*units} & {*flags.split()}:
+        return None
+    return f"the processor has no units for {dtype} ({', '.join(units[:2])} or Arm's {units[2]})"
 
 
 def gpu_names() -> list[str]:

@@ -191,3 +191,11 @@ def test_a_commit_of_digits_stays_text(measured, sheet):
     measure_rows(make_specs(32)[:1], sheet)
     sheet.path.write_text(sheet.path.read_text().replace("not in Git", "012345678901"))
     assert read_rows(sheet.path)[0]["commit"] == "012345678901"
+
+
+def test_an_emulated_dtype_is_a_row_without_a_time(measured, sheet, monkeypatch):
+    monkeypatch.setattr(module, "explain_emulation", {"bf16": "no units", "fp32": None}.get)
+    measure_rows([*make_specs(32, dtype="bf16"), *make_specs(32), *make_specs(48, dtype="bf16", device="cuda")], sheet)
+    assert [(spec.dtype, spec.device) for spec in measured.specs] == [("fp32", "cpu")] * 2 + [("bf16", "cuda")] * 2
+    rows = [row for row in sheet.rows if row["status"] != "ok"]
+    assert [(row["status"], row["reason"], row["latency_ms"]) for row in rows] == [("emulated", "no units", None)] * 2

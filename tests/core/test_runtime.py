@@ -14,6 +14,7 @@ from repro.core.runtime import (
     describe_machine,
     describe_place,
     device_label,
+    explain_emulation,
     load_runtime,
     parse_blas,
 )
@@ -32,6 +33,20 @@ def test_a_processor_by_its_fields():
     unknown = {"family_model_stepping": None, "family_model_stepping_reason": "/proc/cpuinfo does not say it"}
     assert describe_cpu(ARM) == {"flags": ["asimd", "asimddp", "sve", "sve2"], **unknown}
     assert describe_cpu({})["flags"] is None and describe_cpu({})["flags_reason"]
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "emulated"),
+    [
+        (INTEL, {"fp16"}),
+        (ARM, {"bf16", "fp16"}),
+        ({"Features": "fp asimd asimdhp bf16"}, set()),
+        ({"flags": "avx2 f16c"}, {"bf16", "fp16"}),  # f16c converts numbers, and multiplies none
+        ({}, set()),  # unknown
+    ],
+)
+def test_a_dtype_without_units_is_emulated(cpuinfo, emulated):
+    assert {dtype for dtype in ("fp32", "bf16", "fp16") if explain_emulation(dtype, cpuinfo)} == emulated
 
 
 def test_processors_of_one_name_are_told_apart():
