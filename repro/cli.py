@@ -43,8 +43,8 @@ class Verbs(TyperGroup):
             command = typer.main.get_command(alone)
         command.name, command.rich_help_panel = cmd_name, stages.PURPOSES[module.STAGE.purpose]
         command.hidden = module.STAGE.hidden
-        if module.STAGE.records and command.callback:
-            command.callback = _require_own_code_first(command.callback)
+        for each in getattr(command, "commands", {cmd_name: command}).values() if module.STAGE.records else ():
+            each.callback = _require_own_code_first(each.callback)
         return command
 
 

@@ -88,14 +88,16 @@ class _TextLoader(yaml.CSafeLoader):
 class _Loader(_TextLoader):
     """A loader with the numbers of YAML 1.2, like DVC's: `1e-3` is a float, which YAML 1.1 reads as a string."""
 
-    yaml_implicit_resolvers = yaml.CSafeLoader.yaml_implicit_resolvers
+    # copies, since PyYAML's own lists are those of all its loaders and dumpers
+    yaml_implicit_resolvers: ClassVar = {
+        first: [*each] for first, each in yaml.CSafeLoader.yaml_implicit_resolvers.items()
+    }
 
 
 def _refuse(node: yaml.Node, problem: str) -> yaml.YAMLError:
     return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
-# the table is PyYAML's own, so all its loaders and dumpers in this process get this resolver too
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )

@@ -24,16 +24,22 @@ class Diverged(RunError):
     """A training with too many non-finite steps, or with a non-finite result; `step` is the last step."""
 
     def __init__(self, step: int, message: str):
-        super().__init__(message)
+        super().__init__(step, message)  # all arguments: by them a worker process sends the error to its parent
         self.step = step
+
+    def __str__(self) -> str:
+        return self.args[1]
 
 
 class Interrupted(Exception):
     """A signal ended the run after its state was saved; `where` describes the state. Exit code 128 + signal number."""
 
     def __init__(self, signum: int, where: str):
-        super().__init__(f"stopped by signal {signum}; {where}; the same command continues")
+        super().__init__(signum, where)  # as in `Diverged`
         self.exit_code = 128 + signum
+
+    def __str__(self) -> str:
+        return f"stopped by signal {self.args[0]}; {self.args[1]}; the same command continues"
 
 
 @contextlib.contextmanager

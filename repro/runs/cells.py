@@ -1,6 +1,7 @@
 """Training of cells with each of their seeds, in this process or under torchrun, and their records."""
 
 import contextlib
+import csv
 import dataclasses
 import math
 import os
@@ -13,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ..core.config import list_cells, list_values, load_section, params_hash
-from ..core.csvfile import format_csv, parse_csv
-from ..core.errors import UserError
+from ..core.csvfile import format_csv
+from ..core.errors import UserError, blame
 from ..core.hashing import hash_file
 from ..core.paths import find_root
 from ..core.ranks import Ranks, joined, launch_ranks
@@ -312,7 +313,9 @@ def _collect_files(cell: Cell, outcomes: Mapping[int, Outcome], finished: Mappin
     rows, curves = [], cell.folder / "curve.csv"
     if finished:
         lines = curves.read_text() if curves.is_file() else "\n".join(read_record(cell.record).get("curve", ()))
-        rows = [row for row in parse_csv(lines, f"{cell.record}: curve") if int(row["seed"]) in finished]
+        with blame(f"{cell.record}: curve", LookupError, TypeError, ValueError):
+            # as text, which keeps every digit and `nan`
+            rows = [row for row in csv.DictReader(lines.splitlines()) if int(row["seed"]) in finished]
     for seed, outcome in outcomes.items():
         rows += [{"seed": seed, **{name: _round(value) for name, value in row.items()}} for row in outcome.curve]
     if (first := outcomes.get(cell.params.seeds[0])) is not None:

@@ -6,6 +6,7 @@ import typing
 from typing import Annotated, Literal
 
 import pytest
+import yaml
 
 from repro.core.config import Each, bounded, build, list_values, load_section, load_yaml, params_hash, section_keys
 from repro.core.errors import UserError
@@ -238,3 +239,9 @@ def test_a_newer_field_without_a_value_changes_neither_hash_nor_record():
     assert list_values(holders[0]) == list_values(holders[1]) == {"inner": {"rate": 0.5}}
     assert list_values(holders[2]) == {"inner": {"rate": 0.5, "crop_padding": 0}}
     assert params_hash(holders[0]) == params_hash(holders[1]) != params_hash(holders[2])
+
+
+def test_other_readers_of_yaml_keep_their_numbers(tmp_path):
+    file = tmp_path / "params.yaml"
+    file.write_text("lr: 1e-3")
+    assert load_yaml(file) == {"lr": 1e-3} and yaml.safe_load("lr: 1e-3") == {"lr": "1e-3"}  # YAML 1.2, and 1.1

@@ -75,11 +75,11 @@ def test_new_files_stand_beside_none_of_an_earlier_run(two_runs):
 def test_a_seed_more_keeps_the_whole_curve_of_the_first_and_a_record_its_loss_and_first_scores(two_runs):
     cell, outcome = two_runs
     outcome.curve = [{"epoch": 1, "lr": 0.1, "train_loss": 2.5, **dict.fromkeys(cell.spec.scores, 50.0)}]
-    (cell.folder / "curve.csv").write_text("seed,epoch,lr,train_loss\n0,1,0.2,3.5\n7,1,0.3,4.5\n")
+    (cell.folder / "curve.csv").write_text("seed,epoch,lr,train_loss\n0,1,0.2,nan\n7,1,0.3,4.5\n")
     kept = _collect_files(cell, {1: outcome}, {0: {}})
     lines = (cell.folder / "curve.csv").read_text().splitlines()
-    assert lines[1:] == ["0,1,0.2,3.5,,,", "1,1,0.1,2.5,50.0,50.0,50.0"]
-    assert kept == ["seed,epoch,train_loss,top1_percent,top5_percent", "0,1,3.5,,", "1,1,2.5,50.0,50.0"]
+    assert lines[1:] == ["0,1,0.2,nan,,,", "1,1,0.1,2.5,50.0,50.0,50.0"]
+    assert kept == ["seed,epoch,train_loss,top1_percent,top5_percent", "0,1,nan,,", "1,1,2.5,50.0,50.0"]
 
 
 @pytest.mark.parametrize("fails", [0, 1, 2])

@@ -191,3 +191,12 @@ def test_a_page_without_the_lines_of_a_block_is_named(tmp_path):
     (page := tmp_path / "page.md").write_text("a\n<!-- x -->\nold\n<!-- /x -->\nb\n")
     with pytest.raises(UserError, match="no lines <!-- y --> and <!-- /y -->"):
         replace_block(page, "y", "new")
+
+
+@pytest.mark.parametrize("command", ["check", "bench", "forms"])
+def test_another_checkouts_code_measures_nothing_here(tmp_path, monkeypatch, repro_cli, command):
+    for name in ("params.yaml", "dvc.yaml", "kernels/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    assert "this code runs" in repro_cli.refuse("kernels", command)
