@@ -153,6 +153,7 @@ class ImageFolder(Dataset):
             )
 
     def _next_readable(self, index: int) -> tuple[Any, int]:
+        """Decode this file or the next readable one; return also its index, which gives the class of the sample."""
         for offset in range(len(self)):
             candidate = (index + offset) % len(self)
             try:
