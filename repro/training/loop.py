@@ -83,7 +83,8 @@ class Task(abc.ABC):
 
         `network` is the model or its parallel wrapper, which alone averages the gradients over the ranks: do not call
         `self.model`. Every step of an epoch needs the same names in the same order, on every rank: the sums of an epoch
-        are added over the ranks by position, and divided by the number of steps.
+        are added over the ranks by position, and divided by the number of steps. A step is skipped if any of its
+        numbers is not finite, even one that is only logged.
         """
 
     @abc.abstractmethod
