@@ -115,7 +115,7 @@ def find_base(root: Path) -> Path:
 
 
 def list_folders(root: Path, split: str, prefix: str, with_contents: bool) -> list[Folder]:
-    """Record the folders of images and of label maps of a split.
+    """Record the folder of images and then that of label maps of a split; for the order see `coco.list_folders`.
 
     Args:
         prefix: put before the folders' names in the manifest.
@@ -154,6 +154,7 @@ def _read_names(base: Path, report: Reporter) -> tuple[str, ...]:
 
 
 def _read_own(file: Path, report: Reporter) -> tuple[str, ...]:
+    """Read the names of classes 1..K from classes.txt; empty lines at its end do not count."""
     if (lines := _read_lines(file, report)) is None:
         return ()
     names = [line.strip() for line in lines]

@@ -15,6 +15,9 @@ _MOST_LINKS = 40  # Linux' limit on symbolic links in one path
 def list_members(path: Path, report: Reporter, kind: Kind, others: list[str]) -> Iterator[tuple[str, bytes, int, int]]:
     """Yield (class, file name, size in bytes, byte offset) of each image in an archive, as if it were unpacked.
 
+    Exhaust it: images without a class are reported after the last one. Its results are cached: a change of them needs
+    another `tree._RULES`.
+
     Args:
         report: receives the findings.
         others: is extended by the names of files that may be pictures and are not read.

@@ -68,7 +68,8 @@ def eval_transform(settings: TransformSettings) -> Callable[[Image.Image], torch
 class ToInput:
     """Conversion of uint8 images (B, 3, H, W) to normalised fp32 on a device, with timm's random erasing in training.
 
-    Erasing (mode `pixel`) draws from the global generators of Python and torch.
+    Erasing (mode `pixel`) draws from the global generators of Python and torch. Without `training`, only `mean` and
+    `std` of the settings are read: the settings of segmentation, which also come here, have no `re_prob`.
     """
 
     def __init__(self, settings: TransformSettings, device: torch.device, *, training: bool = False):
@@ -153,6 +154,7 @@ class ImageFolder(Dataset):
             )
 
     def _next_readable(self, index: int) -> tuple[Any, int]:
+        """Decode this file or the next readable one; return also its index, which gives the class of the sample."""
         for offset in range(len(self)):
             candidate = (index + offset) % len(self)
             try:

@@ -85,7 +85,10 @@ class Instances:
         return slice(int(self.starts[place]), int(self.starts[place + 1]))
 
     def segmentation(self, row: int) -> Any:
-        """Return the polygons or RLE of an annotation in COCO's format; its box as a polygon where it has neither."""
+        """Return the polygons or RLE of an annotation in COCO's format; its box as a polygon where it has neither.
+
+        `row` is an index in `annotations`; that of a target is in `rows`.
+        """
         return marshal.loads(self.masks[self.mask_starts[row] : self.mask_starts[row + 1]])
 
     def describe_targets(self) -> str:
@@ -197,7 +200,10 @@ def compare_categories(splits: Sequence[Instances], report: Reporter) -> None:
 
 
 def list_folders(root: Path, split: str, prefix: str, with_contents: bool) -> list[Folder]:
-    """Record the image folder and the annotation file of a split; see `ade20k.list_folders`."""
+    """Record the image folder and the annotation file of a split; see `ade20k.list_folders`.
+
+    The image folder comes first: a manifest takes the number of images from the first record.
+    """
     images, annotations = find_parts(root, split)
     try:
         content = (root / annotations).read_bytes()
@@ -243,7 +249,7 @@ def _judge(
     faults: Faults,
     left_out: Counter[str],
 ) -> tuple[tuple, Box, Any] | None:
-    """Check one annotation.
+    """Check one annotation, and make its `image_id` and `category_id` integers in `row`, where the caller reads them.
 
     Returns:
         The box, area, ignored and target of `ANNOTATION`, the corners clipped to the image, and the mask; None for an

@@ -34,7 +34,9 @@ class Kind:
     splits: tuple[str, ...] = ("train", "val")
     # alternatives, tried in order where the folders of `splits` do not all exist
     other_splits: tuple[tuple[str, ...], ...] = ()
-    # format of each part -> prefix of its folder below the root and in manifests; `folders` is <split>/<class>/
+    # format of each part -> prefix of its folder below the root and in manifests; `folders` is <split>/<class>/. Any
+    # other format is the name of a module here, whose functions are called by name. The last part gives a manifest its
+    # classes
     parts: Mapping[Format, str] = dataclasses.field(default_factory=lambda: {"folders": ""})
     suffixes: tuple[str, ...] = ()  # suffixes of the files in class folders; empty for images
     # returns the allowed names of class folders; None allows any
@@ -107,7 +109,9 @@ def list_imagenet100() -> tuple[str, ...]:
     return tuple(sorted(WNIDS))
 
 
-SPLITS = ("train", "tune", "val", "test")  # all split names, in order
+# all split names. `DataCell.row` takes their order from here, since a manifest sorts its keys. Of a data set's splits,
+# the second gives the curves and the last gives the reported scores: `tune` must stand before `val` and `test`
+SPLITS = ("train", "tune", "val", "test")
 _TUNED = ("train", "tune", "test")
 IMAGENET_1K = ExpectedCounts(classes=1000, train=1_281_167, val=50_000)
 GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt counts classes by the ILSVRC2012_ID of meta.mat, not by sorted wnid (docs/data.md)"

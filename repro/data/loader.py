@@ -210,7 +210,10 @@ class _Loader:
         self._loader = None
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[tuple]:
-        """Yield an epoch's batches from number `start` on, the same as those of an uninterrupted run."""
+        """Yield an epoch's batches from number `start` on, the same as those of an uninterrupted run.
+
+        Use one pass at a time: after a second call, an earlier generator would yield the batches of the later one.
+        """
         if self._loader is None:
             raise RuntimeError("this loader was closed")
         self._keys.epoch, self._keys.start = epoch, start

@@ -42,7 +42,8 @@ class SplitRecord:
 class Manifest:
     """The content of `results/prepare_data/<cell>/manifest.json`.
 
-    The classes of `scenes` are those of segmentation; detection has the first ten of them.
+    The classes of `scenes` are those of segmentation; detection has the first ten of them. A manifest that was read has
+    its classes and splits in alphabetical order: take the order of splits from `DataCell.row`.
     """
 
     kind: Literal[tuple(KINDS)]

@@ -10,7 +10,8 @@ from typing import NamedTuple
 from ..core.errors import UserError
 from .findings import RAISE_FIRST, Reporter, count
 
-# suffixes of the formats that `pixels.open_image` decodes
+# suffixes of the formats that `pixels.open_image` decodes. The listing of archives is cached by these suffixes and by
+# `is_left_out`: raise `tree._RULES` with every change of either, or the cache keeps the earlier files
 EXTENSIONS = (".jpeg", ".jpg", ".jpe", ".jfif", ".png", ".bmp", ".webp")
 # files of operating systems and photo programs; further ones begin with a dot
 _OF_SYSTEMS = {

@@ -1,6 +1,11 @@
 """The settings in params.yaml for data: counts of a data set, drawing of embedded ones, transforms.
 
 Imports nothing heavy: stage modules need these dataclasses before they know whether they will run.
+
+A new field changes the hash of every cell that has these settings, see `repro.core.config._NEWER`. A manifest holds the
+settings of its data set in full: a new field changes its hash too, and saved states and files of results/seeds are then
+refused.
+The stage prepare_data does not depend on this file (dvc.yaml): DVC misses a change of a default or of `bend_radius_px`.
 """
 
 import dataclasses
@@ -46,7 +51,7 @@ class TransformSettings:
     crop_padding: int | None = bounded(None, ge=0)
     # probability of a horizontal flip; 0 where left and right differ, as for digits
     hflip: float = bounded(0.5, ge=0, le=1)
-    # strength; null switches it off. timm ignores it where `auto_augment` is set
+    # strength; null switches it off. timm ignores it where `auto_augment` is set, unless that contains `3a`
     color_jitter: float | None = bounded(None, ge=0)
     auto_augment: str | None = None  # a RandAugment string such as `rand-m9-mstd0.5-inc1`; null switches it off
     re_prob: float = bounded(0.0, ge=0, le=1)  # probability of random erasing (mode `pixel`, after normalisation)
@@ -72,7 +77,8 @@ class TransformSettings:
     def preprocessing(self) -> dict[str, Any]:
         """Return the settings for evaluation under timm's names in model configurations.
 
-        They are saved with the weights.
+        They are saved with the weights. Every setting that an evaluation uses must be here and in `from_preprocessing`:
+        a training evaluates with all settings, but `repro predict` and others have these alone.
         """
         size = [3, self.image_size, self.image_size]
         shared = {name: getattr(self, name) for name in ("interpolation", "crop_pct")}

@@ -39,7 +39,9 @@ _ARCHIVES = (".tar", ".gz", ".zip", ".tgz")
 _USUAL_PLACES = ("ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "imagenet", "ILSVRC2012", "ImageNet", "data")
 # cache of the listing in the archives' folder: reading 1.28 million headers takes minutes
 _INDEX = ".shards.npz"
-_RULES = 2  # version of the rules of a listing; another version invalidates the cache
+# version of the rules of a listing; another version invalidates the cache. The rules are those of `list_members`, of
+# `pictures` and of `Kind.suffixes`: the cache sees no change of code, only of the archives
+_RULES = 2
 # (class, file name, bytes, index of the archive, byte offset) of an archived image
 _Row = tuple[str, bytes, int, int, int]
 
@@ -82,7 +84,7 @@ class Split:
     folder: str | None = None  # name of the split's folder, if it is not the split's name
 
     def take(self, chosen: np.ndarray) -> "Split":
-        """Select the images at these ascending indices (n,)."""
+        """Select the images at these indices (n,); they must ascend, since `list_folders` relies on sorted targets."""
         archives = self.archives and dataclasses.replace(
             self.archives, number=self.archives.number[chosen], offsets=self.archives.offsets[chosen]
         )

@@ -47,7 +47,8 @@ from .job import (
 )
 
 _FOLDERS = ("snapshots", "examples")  # folders that a cell has from its first seed
-# fields of a transform that hold the size of an input
+# fields of a transform that hold the size of an input. `repro plan` compares these and `_KEEPS` with earlier records of
+# speed: after a further entry, the earlier records may no longer match
 _SIZES = ("shape", "image_size", "min_size", "max_size", "crop_size")
 # parameters that change what a GPU keeps besides the weights
 _KEEPS = ("ema_decay", "mesa", "freeze", "freeze_backbone")
@@ -308,7 +309,8 @@ def find_place(job: Job) -> dict[str, str]:
 def _collect_files(cell: Cell, outcomes: Mapping[int, Outcome], finished: Mapping[int, Any]) -> list[str]:
     """Copy the first seed's files into the cell's folder, write the curves of all seeds, and return the record's lines.
 
-    On a full disk, no file is copied. The record keeps the loss and the first scores of the curves.
+    On a full disk, no file is copied. The record keeps the loss and the first scores of the curves. Call it before the
+    record is written: without curve.csv, the rows of finished seeds are read from the earlier record.
     """
     rows, curves = [], cell.folder / "curve.csv"
     if finished:
@@ -345,7 +347,8 @@ def summarise_cell(cell: Cell, by_seed: Mapping[int, dict[str, Any]], *, kind: s
     """Return the metrics of a cell: its description, and each score over its seeds.
 
     Args:
-        by_seed: seed -> its record.
+        by_seed: seed -> its record. `seeds.collect` makes it from files of the form `seeds.FORM`, which lack other
+            keys.
         kind: the kind of the data set.
         classes: its number of classes.
     """

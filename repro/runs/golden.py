@@ -228,7 +228,10 @@ def update_families(families: Sequence[str], *, check: bool = False) -> list[str
 
 
 def _write_lines(file: Path, lines: Mapping[str, Line]) -> None:
-    """Write a family's values, a row of the file for each line."""
+    """Write a family's values, a row of the file for each line.
+
+    Records and dvc.lock hold the hash of the file: another format would make every training of the family out of date.
+    """
     rows = [f"  {json.dumps(name)}: {json.dumps(line, allow_nan=False)}" for name, line in lines.items()]
     write_text(file, "{\n" + ",\n".join(rows) + "\n}\n")
 

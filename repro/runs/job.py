@@ -71,7 +71,10 @@ class Cell:
 
     @property
     def inputs(self) -> tuple[Path, ...]:
-        """Return the files, besides the code, that a run depends on: the data's manifest and the initial weights."""
+        """Return the files, besides the code, that a run depends on: the data's manifest and the initial weights.
+
+        Callers take the manifest from place 0 and the weights from place 1.
+        """
         manifest = manifest_path(self.paths, self.params.data)
         return (manifest, self.init) if self.init else (manifest,)
 
@@ -153,6 +156,7 @@ def build_job(cell: Cell, seed: int) -> Job:
     datasets = spec.open_datasets(data, params, data.row.held_out if cell.reported else data.row.held_out[:1])
     prepare_process(runtime)
     verify_init(cell)
+    # from here on, everything that draws random numbers is in a fixed order, on which the results of a seed depend
     seed_everything(seed)
     model, load_report = spec.build_model(params, datasets.classes, cell.init, cell.where)
     described = spec.describe(model, params, datasets.classes)
@@ -212,6 +216,7 @@ def run_job(job: Job) -> Outcome | None:
     cadence = {"accumulate": job.accumulate, "save_every_steps": runtime.save_every_steps}
     try:
         done, model = fit(task, job.params, **cadence, checkpointer=Checkpointer(state), snapshot=snapshot, watch=watch)
+        # in every process and before the loaders are closed: the summary of a linearisation evaluates a model
         summary = cell.spec.summarise(task, done.scores)
     finally:
         job.close()

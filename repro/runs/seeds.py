@@ -37,7 +37,8 @@ SEARCH_EPOCHS = 2
 # seconds of an epoch without a measured time, and the safety factor on a measured one
 UNKNOWN_S, MARGIN = 1000.0, 1.3
 SCORE = next(iter(SPEC.scores))
-# keys of a seed's file by type; `EXPLAINS` are those of provenance, which do not describe the training
+# keys of a seed's file by type; `EXPLAINS` are those of provenance, which do not describe the training. `read_seed`
+# demands each key: with a further one, it would refuse every file that exists
 FORM = {
     **dict.fromkeys(("seed", "images", "num_params", "skipped_steps", "epochs", "train_images"), int),
     **dict.fromkeys(("rate", SCORE, "core_hours"), float | int),

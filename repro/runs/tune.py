@@ -158,6 +158,7 @@ def run_search(search: Search) -> None:
         "trials": trials,
         "chosen": {name: chosen[name] for name in ("lr", "warmup_epochs")},
     }
+    # the parameters of a trial, so that the hash stays the same when the chosen rate is written into the cell
     params = SearchParams(cell=search.list_trials(search.tune)[0].params, tune=search.tune)
     place = next(iter(done.values()))["place"]
     identity = make_identity(cell.paths.root, params, data_manifest=cell.inputs[0], **place)

@@ -102,10 +102,17 @@ class TaskSpec(abc.ABC):
 
     @abc.abstractmethod
     def summarise(self, task: Any, last: Mapping[str, float]) -> dict[str, Any]:
-        """Return the metrics of a finished training, from its last evaluation."""
+        """Return the metrics of a finished training, from its last evaluation.
+
+        Every process calls it, while the loaders are open, since it may evaluate a model.
+        """
 
     def score_without_learning(self, task: Any, data: Any) -> dict[str, float] | None:
-        """Return the same scores of a baseline without learning, on embedded data; None where there is none."""
+        """Return the same scores of a baseline without learning, on embedded data; None where there is none.
+
+        As in `draw_examples`, only the first process calls it, and the loaders are closed: read their data sets, and do
+        not call `Task.evaluate`, which would wait for the other processes.
+        """
         return None
 
     def draw_examples(self, task: Any, model: Any, params: Any, classes: Sequence[str], folder: Path) -> None:

@@ -18,6 +18,7 @@ from ..core.errors import RunError, UserError
 from ..core.hashing import short_hash
 from ..core.record import atomic, sweep
 
+# `runs.job`, `runs.cells` and `graph` find states as step_*.pt, and `graph` takes the last name for the newest state
 _NAME = re.compile(r"^step_(\d{9})\.([0-9a-f]{16})\.pt$")
 GENERATIONS = 2
 

@@ -8,7 +8,8 @@ from ..core.errors import Diverged
 def find_fault(run: Any, training: Any, steps: int) -> str | None:
     """Return why a training has no result before its last evaluation, or None.
 
-    Faults are an epoch with mostly non-finite steps at the end, and any non-finite weight.
+    Faults are an epoch with mostly non-finite steps at the end, and any non-finite weight. Persistent buffers count as
+    weights: one that holds infinity, such as a mask, would end every training here.
 
     Args:
         run, training: the `RunState` and `TrainingState` of `repro.training.loop`, after the last step.

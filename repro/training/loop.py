@@ -81,12 +81,19 @@ class Task(abc.ABC):
     def loss(self, network: nn.Module, batch: Any) -> dict[str, Tensor]:
         """Compute scalars by name: all are logged, and `loss` is minimised.
 
-        `network` is the model or its parallel wrapper.
+        `network` is the model or its parallel wrapper, which alone averages the gradients over the ranks: do not call
+        `self.model`. Every step of an epoch needs the same names in the same order, on every rank: the sums of an epoch
+        are added over the ranks by position, and divided by the number of steps. A step is skipped if any of its
+        numbers is not finite, even one that is only logged.
         """
 
     @abc.abstractmethod
     def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
-        """Compute scores over the samples of a held-out split, of all ranks, by a model in eval mode."""
+        """Compute scores over the samples of a held-out split, of all ranks, by a model in eval mode.
+
+        Every rank must return the same numbers, since each decides by them whether the run ends. They must be Python's
+        own: the state that is saved next holds them, and loading it with `weights_only` refuses those of NumPy.
+        """
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -288,6 +295,10 @@ def _stop_if(stop: bool, received: list[int], step: int) -> None:
 
 
 def _end_epoch(task: Task, run: RunState, training: TrainingState, evaluate: bool) -> None:
+    """Append the epoch's row to the curve, with scores if `evaluate`; `lr` is that of the first group of parameters.
+
+    The length of the curve is the number of the running epoch: each epoch must append exactly one row.
+    """
     steps = max(1, run.epoch_steps) * task.ranks.world_size
     means = {
         f"train_{name}": total / steps
@@ -312,7 +323,8 @@ def _judge_end(why: str | None, task: Task, run: RunState) -> None:
 
 
 def _save(checkpointer: Checkpointer, run: RunState, training: TrainingState, ranks: Ranks) -> None:
-    # every evaluation follows a save at an epoch's end: the buffers that are scored are those that are saved
+    # every rank must call this. Every evaluation follows a save at an epoch's end: the buffers that are scored are
+    # those that are saved
     training.share_buffers(ranks)
     everyone = ranks.gather({"rng": rng_state(), "sums": run.epoch_sums})
     if ranks.first:
@@ -321,6 +333,11 @@ def _save(checkpointer: Checkpointer, run: RunState, training: TrainingState, ra
 
 
 def _restore(checkpointer: Checkpointer, training: TrainingState, ranks: Ranks) -> RunState:
+    """Load the saved state and the random generators, or return a new state.
+
+    Nothing may draw a random number between this call and the first batch: the resumed run would differ from an
+    uninterrupted one.
+    """
     saved = checkpointer.restore() if ranks.first else None
     saved = ranks.from_first(saved)
     if saved is None:

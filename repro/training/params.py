@@ -1,4 +1,9 @@
-"""Parameters of every training. Imports nothing heavy: the stages need them for `--help`."""
+"""Parameters of every training. Imports nothing heavy: the stages need them for `--help`.
+
+A new field changes the hash of every cell: saved states are then not continued, and files of results/seeds are refused.
+Give it the default None and a name that no other field has, and add this to `repro.core.config._NEWER`: the hash then
+ignores the field while it is None.
+"""
 
 import dataclasses
 from typing import Annotated, Any, Literal, Self

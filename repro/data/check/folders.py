@@ -77,7 +77,8 @@ def check_tree(
     _check_files(tree, report, depth, advice)
 
 
-# the splits of data sets that `repro prepare-data` writes are settings, but the total may be known
+# `KINDS` names these functions in strings, so they only look unused. The splits of data sets that `repro prepare-data`
+# writes are settings, but the total may be known
 check_digits = partial(check_tree, kind="digits", images=DIGITS_IMAGES)
 check_digits_wild = partial(check_tree, kind="digits_wild")  # a setting gives the number of copies of a scan
 check_cifar10, check_cifar100 = (

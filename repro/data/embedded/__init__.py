@@ -1,4 +1,9 @@
-"""Data sets that the project writes, some of them from published files. A writer leaves a complete tree or nothing."""
+"""Data sets that the project writes, some of them from published files. A writer leaves a complete tree or nothing.
+
+The committed manifests compare contents. A further random draw in a writer, or another order of draws, changes the
+files of all its images, and every result on them is then out of date. The stage prepare_data depends on this folder
+alone (dvc.yaml): code that determines the files must not move out of it.
+"""
 
 import contextlib
 import dataclasses

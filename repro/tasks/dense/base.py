@@ -121,6 +121,7 @@ class DenseSpec(TaskSpec):
         except ValueError as error:
             raise UserError(f"{where}: {error}") from None
         backbone.set_grad_checkpointing(params.recompute_blocks)
+        # before the head is built: reading the weights may draw random numbers, which the head's initial weights follow
         report = (
             load_backbone(backbone, checkpoint) if checkpoint else dict.fromkeys(backbone.state_dict(), "expected: new")
         )

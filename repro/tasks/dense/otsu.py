@@ -66,7 +66,10 @@ class OtsuBaseline:
 
 
 def read_examples(instances: Any) -> Iterator[tuple[Tensor, int]]:
-    """Yield the mask of every annotated object, as large as its image, and its label."""
+    """Yield the mask of every training target, as large as its image, and its label.
+
+    Only for embedded sets: every annotation is a target there, so that a target's index is that of its annotation.
+    """
     for place in range(len(instances.names)):
         targets = instances.targets(place)
         for target in range(targets.start, targets.stop):

@@ -148,6 +148,7 @@ def _open_truth(instances: Instances) -> COCO:
 
 
 def _average_precision(truth: COCO, results: Sequence[Result], kind: str) -> dict[str, float]:
+    """Compute the scores of boxes or masks, in percent; those without an object are left out."""
     # without its box, a result's size class follows from the area of its mask; COCO would take that of the box
     left_out = "bbox" if kind == "mask" else "segmentation"
     own = [{name: value for name, value in result.items() if name != left_out} for result in results]

@@ -2,6 +2,9 @@
 
 Dimensions: B images, G ground-truth boxes, A anchors per image, K boxes of all images, P positive boxes, C classes with
 the background as number 0, S side of a mask map. Boxes are fp32 (x1, y1, x2, y2) in pixels.
+
+torchvision's code uses methods and attributes of the subclasses by name, such as `proposal_matcher`, `min_size` and
+`set_low_quality_matches_`. Under another name, torchvision's own rule would hold without an error.
 """
 
 import math

@@ -67,6 +67,7 @@ class Generate(TaskSpec):
         }
         if parts["model"].new_parameters() and params.init is not None:
             how["inner_factor"] = DIT5_FACTOR
+        # building the judge draws random numbers after the seed was set; results of cells with a judge depend on this
         if params.judge is not None:
             from .data import open_judge
 

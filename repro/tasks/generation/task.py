@@ -59,7 +59,11 @@ class Generation(Task):
         self.diffusion = Diffusion.linear(self.device)
 
     def build_optimizer(self, params: OptimParams) -> torch.optim.Optimizer:
-        """Build the optimiser; inner weights have `inner_factor` times the learning rate."""
+        """Build the optimiser; inner weights have `inner_factor` times the learning rate.
+
+        They are found by the names that `repro.models.inner_mixer` gives them. Under other names they would train at
+        the common rate, without an error.
+        """
         inner = {name for name, _ in self.model.named_parameters() if re.search(r"\.attn\.w\d$", name)}
         return build_optimizer(self.model, params, self.batch_size, new=inner, new_factor=self.inner_factor)
 
