@@ -37,7 +37,10 @@ W0_MODES: tuple[W0Mode, ...] = get_args(W0Mode)
 
 
 def design_has(design: Design, part: Design) -> bool:
-    """Return whether a design of the paper's route (Table 3) has the part that the design `part` introduces."""
+    """Return whether a design of the paper's route (Table 3) has the part that the design `part` introduces.
+
+    W_q is the exception: the designs from `share_qk` on do not have it.
+    """
     return DESIGNS.index(design) >= DESIGNS.index(part)
 
 
@@ -123,7 +126,7 @@ class TTTMixer(nn.Module):
         self.build(w0)
         self.reset_parameters()
         # unused parameters must be neither trained nor saved; they were drawn first, so that a seed gives all steps the
-        # same initial values
+        # same initial values. They stay as buffers because `_arrange` and `scale_per_token` read them
         if step == "q_is_k" and self.convs.pop("conv_q", None):
             del self.conv_q
         if step in REDUCIBLE:
@@ -299,7 +302,10 @@ class TTTMixer(nn.Module):
             raise ValueError(_NORM)
 
     def learning_rate(self, x_BTD: Tensor) -> Tensor:
-        """Compute the inner learning rates (B, T, H), sigmoid(x_t · w_h + a_h) / d; the step `ascent` negates them."""
+        """Compute the inner learning rates (B, T, H), sigmoid(x_t · w_h + a_h) / d; the step `ascent` negates them.
+
+        `fused_block` does not call it: there the factor `eta_base` / d is part of the token scale.
+        """
         rates = torch.sigmoid(self.lr_proj(x_BTD)) * (self.eta_base / self.head_dim)
         return -rates if self.step == "ascent" else rates
 

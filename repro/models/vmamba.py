@@ -61,7 +61,11 @@ class SS2D(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise the parameters of the scan; the convolution keeps PyTorch's default."""
+        """Initialise the parameters of the scan; the convolution keeps PyTorch's default.
+
+        The projections of the scan are plain parameters, because `VMamba.init_weights` initialises all Linear layers
+        again and sets their biases to 0.
+        """
         for weight, fan_in in ((self.x_proj_weight, self.inner), (self.dt_projs_weight, self.rank)):
             nn.init.uniform_(weight, -(fan_in**-0.5), fan_in**-0.5)
         low, high = (math.log(size) for size in STEP_SIZES)
@@ -239,7 +243,7 @@ def _downsampling(before: int, after: int) -> nn.Sequential:
     )
 
 
-# official names by pattern -> ours
+# official names by pattern -> ours; only the first pattern that matches is replaced, so the general one comes last
 _RENAMED = {
     r"^patch_embed\.0\.": "patch_embed.conv1.",
     r"^patch_embed\.2\.": "patch_embed.norm1.",
