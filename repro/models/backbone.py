@@ -36,8 +36,8 @@ class PlainBackbone(Protocol):
     `prefix_positions(h·w)` lists the positions of the class tokens in ascending order; a module between blocks must
     change only the other tokens.
 
-    `isinstance` checks only that these names exist. `pyramid.build_pyramid` asks for them first, so a hierarchical model
-    must not have all of them.
+    `isinstance` checks only that these names exist. `pyramid.build_pyramid` asks for them first, so a hierarchical
+    model must not have all of them.
     """
 
     embed_dim: int
@@ -406,8 +406,8 @@ def register_sizes(model_class: type[nn.Module], sizes: Mapping[str, Mapping[str
 
     `sizes` maps the name of each model to the arguments that build it. `names` replaces `first_conv` or `classifier` of
     `default_cfg`. Models are registered under the module of the class, where `weights.translate_official` looks
-    for `official_state_dict`. An entry without `img_size` is registered for 224 pixels, which must be the default of the
-    class.
+    for `official_state_dict`. An entry without `img_size` is registered for 224 pixels, which must be the default of
+    the class.
     """
     module = model_class.__module__
     configs = {

@@ -112,6 +112,7 @@ class Denoiser(OperatorModel):
         self.grad_checkpointing = False
         self.patch_embed = PatchConv(in_channels, embed_dim, patch_size)
         self.time_embed = nn.Sequential(nn.Linear(WAVES, embed_dim), nn.SiLU(), nn.Linear(embed_dim, embed_dim))
+        # the last row means no class; `inference.generate` counts the classes of released weights by these rows
         self.class_embed = nn.Embedding(num_classes + 1, embed_dim)
         self.blocks = nn.ModuleList(DiTBlock(embed_dim, num_heads, mixer, self.cpe) for _ in range(depth))
         self.norm = nn.LayerNorm(embed_dim, eps=EPS, elementwise_affine=False)

@@ -53,7 +53,8 @@ LACT_STEPS: dict[str, dict[str, Any]] = {
 def find_obstacle(loop: InnerLoop) -> str | None:
     """Return in words why a learner has no parallel form, or None if it has one.
 
-    `only=(2,)` stands for W3 of `swiglu`. An MLP of three layers passes this check, but `learn_in_parallel` fails on it.
+    `only=(2,)` stands for W3 of `swiglu`. An MLP of three layers passes this check, but `learn_in_parallel` fails on
+    it.
     """
     if loop.model != "fc" and loop.only != (2,):
         return "W1 and W2 learn, so the kernel of a chunk depends on all chunks before it"

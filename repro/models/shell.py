@@ -173,8 +173,8 @@ class ClassFreeViT(Backbone):
     def init_weights(self) -> None:
         """Initialise Linear trunc_normal 0.02, biases 0, positions trunc_normal with std `position_std`.
 
-        Convolutions keep PyTorch's default. Mixers initialise their other parameters: every submodule's `init_weights` is
-        called. `vit3.InnerTraining` has none on purpose, because it draws its weights when it is built.
+        Convolutions keep PyTorch's default. Mixers initialise their other parameters: every submodule's `init_weights`
+        is called. `vit3.InnerTraining` has none, because it draws its weights when it is built.
         """
         for module in self.modules():
             if isinstance(module, nn.Linear):

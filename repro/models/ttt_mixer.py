@@ -139,7 +139,7 @@ class TTTMixer(nn.Module):
         """Build the layers; their order decides which random numbers of a seed each gets."""
         dim, R = self.dim, self.directions
         # one matrix for all projections of x, in the order in which `_project` splits it: gate, q, k (or kq), v; all
-        # but the gate have one part per direction
+        # but the gate have one part per direction. `fused_block` reads the rows in this order
         self.split_sizes = [dim] * self.has_gate + [R * dim] * (2 + self.separate_q)
         self.in_proj = nn.Linear(dim, sum(self.split_sizes), bias=False)
         self.lr_proj = nn.Linear(dim, self.num_heads)

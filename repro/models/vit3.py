@@ -74,7 +74,7 @@ class InnerTraining(nn.Module):
             raise ValueError(f"embed_dim {dim} is not a multiple of num_heads {num_heads}")
         self.num_heads, self.head_dim, self.step = num_heads, dim // num_heads, step
         self.loop = dataclasses.replace(loop or STEPS[step], epochs=inner_steps)
-        # the step and `loop` change the heads alone; of them, the convolution takes only `q_is_k`
+        # `step` and `loop` are those of the heads; the convolution takes only `q_is_k` from them
         self.conv_loop = InnerLoop(model="dwconv", epochs=inner_steps, q_is_k=self.loop.q_is_k, **_SHARED)
         d = self.head_dim
         self.split_sizes = [3 * dim, 3 * d]  # q, k, v of the heads, then those of the convolution
@@ -111,8 +111,8 @@ class InnerTraining(nn.Module):
     def _learn_heads(self, qkv: Tensor) -> Tensor:
         """Learn and read the heads: (B, N, 3C) -> (B, N, C).
 
-        The step `v1` gates values and outputs by SiLU(x w2); steps `*_as_run` keep the factor k w1 that the authors' code
-        has on the values (see `STEPS`). The learner of the heads ignores its grid, (1, N).
+        The step `v1` gates values and outputs by SiLU(x w2); steps `*_as_run` keep the factor k w1 that the authors'
+        code has on the values (see `STEPS`). The learner of the heads ignores its grid, (1, N).
         """
         q, k, v = (x.contiguous() for x in self._split(qkv, self.num_heads))  # for batched products
         w1 = self.w1.to(k.dtype)

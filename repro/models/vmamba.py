@@ -29,7 +29,8 @@ from .vim import STEP_SIZES, at_least_fp32
 STATE_DIM = 1
 MLP_RATIO = 4
 EPS = 1e-5
-# routes: rows, columns, reversed rows, reversed columns; that is two sequences, each scanned in both directions
+# routes: rows, columns, reversed rows, reversed columns; that is two sequences, each scanned in both directions. They
+# must alternate: `SS2D.forward` and `add_routes` split the routes so
 REVERSE = (False, False, True, True)
 ROUTES, SEQUENCES = 4, 2
 
