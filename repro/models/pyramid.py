@@ -137,7 +137,7 @@ def build_pyramid(
         else:
             accepted = inspect.signature(type(model)).parameters
             any_size = {key: value for key, value in _ANY_SIZE.items() if key in accepted}
-            if any_size:  # built a second time; both times draw random numbers before the decoder does
+            if any_size:  # built a second time; with one time fewer, the decoder would get other random numbers
                 model = build_model(name, **any_size | arguments)
             pyramid = NativePyramid(model, freeze_backbone=freeze_backbone)
     except ValueError as error:

@@ -37,10 +37,7 @@ W0_MODES: tuple[W0Mode, ...] = get_args(W0Mode)
 
 
 def design_has(design: Design, part: Design) -> bool:
-    """Return whether a design of the paper's route (Table 3) has the part that the design `part` introduces.
-
-    W_q is the exception: the designs from `share_qk` on do not have it.
-    """
+    """Return whether a design of the paper's route (Table 3) has the part that the design `part` introduces."""
     return DESIGNS.index(design) >= DESIGNS.index(part)
 
 

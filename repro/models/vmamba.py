@@ -64,8 +64,8 @@ class SS2D(nn.Module):
     def reset_parameters(self) -> None:
         """Initialise the parameters of the scan; the convolution keeps PyTorch's default.
 
-        The projections of the scan are plain parameters, because `VMamba.init_weights` initialises all Linear layers
-        again and sets their biases to 0.
+        The projections of the scan are plain parameters. As Linear layers they would lose these values to
+        `VMamba.init_weights`, which also sets biases to 0.
         """
         for weight, fan_in in ((self.x_proj_weight, self.inner), (self.dt_projs_weight, self.rank)):
             nn.init.uniform_(weight, -(fan_in**-0.5), fan_in**-0.5)
