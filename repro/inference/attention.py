@@ -34,7 +34,7 @@ from ..models.t5 import T5
 from .classifier import Classifier, subsample
 from .draw import draw_attention
 
-SIDE = 5  # of the lattice of query tokens
+SIDE = 5  # of the lattice of query tokens; odd, because figures show the middle of the list as the central token
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,6 +155,7 @@ def summarise_looks(looks: Mapping[str, Look], reference: str | None) -> dict[st
 
 
 def _find_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the attention or mixer of each block; ValueError for others, or with norms of queries and keys."""
     layers = [getattr(block, "attn", None) for block in getattr(model, "blocks", ())]
     known = all(isinstance(layer, InnerMixer | Attention) for layer in layers)
     plain = known and all(
@@ -250,7 +251,8 @@ def measure_on_data(
 ) -> None:
     """Run `explain_attention` on 32 images of the reported split.
 
-    The record is in results/replications/<device>/attention.
+    The record is in results/replications/<device>/attention. The report finds it by `by_layer` with a `teacher_hash`;
+    records of `distributions` have `by_layer`, too.
     """
     started, device = time.monotonic(), choose_device(runtime.device)
     tree = cell.open_tree()
@@ -290,7 +292,7 @@ def _find_earlier(classifier: Classifier, teacher: Path) -> Mapping[str, Any]:
         )
     model = checkpoint.build(classifier.transform.image_size).to(classifier.device)
     shell = read_shell(model, str(teacher))
-    seed_everything(_SEED)
+    seed_everything(_SEED)  # after the teacher, whose building draws random numbers, too
     before = build_model(classifier.checkpoint.model, **classifier.checkpoint.options)
     inherit(before, shell, f"{teacher} as {classifier.checkpoint.model}")
     return {TEACHER: model, BEFORE: before.to(classifier.device).eval()}

@@ -102,7 +102,8 @@ def require_same_classes(checkpoint: Checkpoint, classes: Sequence[str], data: s
 def subsample(tree: Tree, count: int, seed: int) -> Tree:
     """Return the tree with at most `count` images in its reported split.
 
-    They are drawn without replacement and keep their order.
+    They are drawn without replacement and keep their order. Records of different models and times are compared as
+    scores on the same images, so a count and a seed must go on giving the same draw.
     """
     split = tree.kind.reported_split
     files = tree.splits[split]

@@ -64,9 +64,10 @@ def _fit(vectors: Tensor) -> Callable[[Tensor], Tensor]:
 
 @contextlib.contextmanager
 def observe_vectors(model: nn.Module) -> Iterator[list[dict[str, Tensor]]]:
-    """Collect `VECTORS` of all inner learners except convolutions, in the order of the calls.
+    """Collect `VECTORS` of inner learners except convolutions, in the order of the calls.
 
-    Each is (B, vectors per image, heads, d).
+    Each is (B, vectors per image, heads, d). Observed are TTT-Linear and the layers that `replace_learners` finds, not
+    those of `InnerMixer`.
     """
     calls: list[dict[str, Tensor]] = []
 
@@ -95,7 +96,8 @@ def measure_layers(classifier: Classifier, cell: DataCell, workers: int) -> list
         scores = classifier.measure_accuracy(cell.open_tree(), batch_size=BATCH_SIZE, workers=workers)
     if not calls:
         raise UserError(f"explain: --probe {NAME}: {classifier.checkpoint.model} has no inner learner that is observed")
-    # each batch adds one call per layer, in the order of the layers
+    # each batch adds one call per layer, in the order of the layers; a reading with a learning rate per direction adds
+    # two, and each direction counts as a layer
     depth, found = len(calls) // -(-scores["held_out_images"] // BATCH_SIZE), []
     for layer in range(depth):
         q, k, v, out = (torch.cat([call[name] for call in calls[layer::depth]]) for name in VECTORS)

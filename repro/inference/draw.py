@@ -203,6 +203,7 @@ def draw_attention(
         panel.xaxis.get_major_locator().set_params(integer=True)
         panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
+    # of the second panel: the state `even` has no shift ratio, so the first panel lacks it
     lower.legend(
         *lower.axes[1].get_legend_handles_labels(),
         loc="outside upper center",

@@ -49,7 +49,7 @@ def find_centre(model: nn.Module, image_size: tuple[int, int]) -> tuple[float, f
     """Find the pixel (row, column) at the centre of the region that a model's central last feature stems from.
 
     For a model with patches it is the middle of the patch; for padded convolutions, position i is centred at pixel
-    i·stride.
+    i·stride. A model with an attribute `patch_embed` counts as one with patches.
     """
     stride = model.feature_info[-1]["reduction"]
     middle = (stride - 1) / 2 if hasattr(model, "patch_embed") else 0.0
@@ -105,6 +105,7 @@ def describe_field(field: Tensor, centre: tuple[float, float], patch: int = 16) 
 
 
 def _anisotropy(field: Tensor, down: Tensor, right: Tensor, radius: Tensor, width: int) -> float:
+    """Compute `FieldShape.anisotropy` from the field (H,W), distances to its centre, and the width of a ring."""
     inside = radius <= min(-down[0], down[-1], -right[0, 0], right[0, -1])
     ring = (radius[inside] / width).long()
     # sectors centred on axes and diagonals treat a square grid of patches most evenly

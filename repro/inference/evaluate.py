@@ -143,6 +143,7 @@ class _Evaluation:
             print(f"{checkpoint.name} on {self.cell.name}: curve in {folder.relative_to(self.paths.root)}")
 
     def _file(self, checkpoint: Checkpoint, size: int | None = None) -> Path:
+        """Return the file of a record; its name must hold all that changes the scores, or a record replaces another."""
         parts = [checkpoint.name, self.cell.name, *([str(size)] if size else []), checkpoint.hash[:8]]
         parts += [f"limit{self.request.limit}"] if self.request.limit else []
         parts += [self.request.dtype] if self.request.dtype != "fp32" else []

@@ -23,7 +23,10 @@ Map = Literal["gmm", "erf", "reconstruction", "attention"]
 
 
 def find_snapshots(weights: Path) -> dict[int, Path]:
-    """Map epoch to file, in order of the epochs, for the snapshots that a training left next to a weights file."""
+    """Map epoch to file, in order of the epochs, for the snapshots that a training left next to a weights file.
+
+    `repro.runs.job` names them. A file with another name is ignored without an error.
+    """
     found = {
         re.fullmatch(r"epoch_(\d+)", file.stem): file
         for file in (weights.parent / "snapshots").glob("epoch_*.safetensors")
@@ -86,6 +89,11 @@ def draw_map(
 def _draw_inner_map(
     classifier: Classifier, images: Tensor, inputs: Tensor, map: Map, output: Path, caption: str
 ) -> None:
+    """Draw `gmm` or `reconstruction` of a model and, where its training left snapshots, of those.
+
+    Raises:
+        ValueError: the model has no inner learner that can be drawn.
+    """
     weights = classifier.checkpoint.path
     snapshots = find_snapshots(weights) if weights else {}
 

@@ -97,6 +97,7 @@ def draw_pictures(request: DrawRequest) -> None:
     tally, shown = Tally(judge, inception), []
     with Progress("drawing", count * drawer.sampling.steps, unit="steps") as progress:
         for batch in _draw(drawer, labels, request, progress):
+            # `tally.seen` is the number of the batch's first picture until the batch is added
             own = labels[tally.seen : tally.seen + len(batch)]
             for place, picture in enumerate(batch.cpu(), tally.seen):
                 with atomic(request.output / names[place]) as temporary:

@@ -30,7 +30,7 @@ class OverrideTTTLinear(SeesParts):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is not torch.ops.vision_ttt.ttt_linear.default:
             return func(*args, **(kwargs or {}))
-        count = len(Arguments._fields)
+        count = len(Arguments._fields)  # the operator's first arguments are these fields, in this order
         out = self.replacement(Arguments(*args[:count]), lambda arguments: func(*arguments, *args[count:])[0])
         return out, out.new_empty(0)  # stands for the states, which only a backward pass uses
 

@@ -45,7 +45,10 @@ class EvaluateRequest:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluatedParams:
-    """The parameters that determine an evaluation's scores besides the data; their hash is in the record's identity."""
+    """The parameters that determine an evaluation's scores besides the data; their hash is in the record's identity.
+
+    A new field changes the hash of all records, unless it is None and listed in `core.config._NEWER`.
+    """
 
     model: str
     weights_hash: str
@@ -126,7 +129,8 @@ class VisualizeParams:
         field_images: number of images over which receptive fields are averaged.
         probes: changes of the inner loop, see `repro.inference.probes`.
         probe_images: most images for the accuracy of a probe.
-        reads: the files of weights that a training makes, which dvc.yaml depends on.
+        reads: the files of weights that a training makes; only dvc.yaml uses them, as six dependencies. A file of
+            `receptive_fields` that is not among them can change without a new run of the stage.
     """
 
     cell: str
@@ -151,7 +155,7 @@ class ResolutionParams:
         image_sizes: sides in pixels.
         batch_size: images per forward pass.
         repeats: number of timed forward passes.
-        reads: the files of weights that a training makes, which dvc.yaml depends on.
+        reads: the files of `models` that a training makes; see `VisualizeParams`.
     """
 
     data: str

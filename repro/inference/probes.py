@@ -105,11 +105,13 @@ def inner_loop(arguments: Arguments, steps: int) -> tuple[Tensor, Tensor, Tensor
         out (B,T,R,H,D) in the dtype of q, and the loss (B,T,R,H) of each token at the start state and at the end state
         of its chunk.
     """
+    # every direction reads the same `lr`: the operator has no rates per direction
     found = [_one_direction(arguments, r, steps) for r in range(len(arguments.reverse))]
     return tuple(torch.stack(parts, 2) for parts in zip(*found, strict=True))
 
 
 def _one_direction(arguments: Arguments, r: int, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `inner_loop` of direction `r`, without the axis of directions; `reverse` is handled by flips."""
     B, T, _, H, D = arguments.q.shape
     # each image has its own state: fold images into the heads of a single image, whose states are separate
     tokens = *(x[:, :, r] for x in arguments[:3]), arguments.lr
@@ -164,7 +166,8 @@ def change_options(options: Mapping[str, Any], probe: str) -> dict[str, Any]:
 def replace_learners(model: nn.Module, replacement: Callable[..., Tensor]) -> Iterator[None]:
     """Within the context, compute every inner loop of an ablation chain, ViT³ or LaCT by a replacement.
 
-    It is called as `replacement(learn, loop, weights, q, k, v, ...)`, where `learn` is the original.
+    It is called as `replacement(learn, loop, weights, q, k, v, ...)`, where `learn` is the original. Layers are found
+    by a class attribute `learn`; `InnerMixer` has none, so its loops stay as they are.
     """
     layers = [layer for layer in model.modules() if hasattr(layer, "learn")]
     for layer in layers:

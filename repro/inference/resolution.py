@@ -90,7 +90,8 @@ def _evaluate(
 ) -> dict[str, dict[str, float]]:
     """Map family to scores, see `accuracy`.
 
-    A batch is read once for all models with the same crop and interpolation.
+    A batch is read once for all models with the same crop and interpolation, the only settings besides the image size
+    that `eval_transform` reads. Mean and std are applied by each model's `to_inputs`.
     """
     alike: dict[tuple, list[str]] = {}
     for family, classifier in classifiers.items():

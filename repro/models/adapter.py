@@ -31,6 +31,7 @@ EPS = 1e-6
 INTERACTIONS = 4
 EXTRA_EXTRACTORS = 2  # further extractors after the last interaction
 STRIDES = (4, 8, 16, 32)  # of the four maps; images are padded to multiples of the largest
+# of all plain backbones; an embedding that is not listed gets the learning rate of the last layer
 EMBEDDINGS = "pos_embed", "cls_pos_embed", "cls_token", "reg_token", "dist_token"
 Features = Literal["last", "each"]
 

@@ -35,6 +35,9 @@ class PlainBackbone(Protocol):
     called as `block(tokens, (h, w))`, returns tokens of the same shape, and `norm` follows the last one.
     `prefix_positions(h·w)` lists the positions of the class tokens in ascending order; a module between blocks must
     change only the other tokens.
+
+    `isinstance` checks only that these names exist. `pyramid.build_pyramid` asks for them first, so a hierarchical
+    model must not have all of them.
     """
 
     embed_dim: int
@@ -54,6 +57,9 @@ class Backbone(ImageModel):
     overrides `embed`, `prefix_positions` and `class_feature`; by default there are only patches, and the class feature
     is their mean. One with closed-form counts implements `param_terms()` and `mac_terms(image_size)`: named counts that
     add up to the model's parameters, and to its multiply-adds for one image. `repro.bench.flops` uses them.
+
+    The order in which layers are built and initialised decides which random numbers of a seed each gets. Recorded
+    trainings depend on this order, here and in every subclass.
 
     Args:
         img_size: image height and width that the model is built for; `embed` adapts to others.
@@ -117,7 +123,10 @@ class Backbone(ImageModel):
         return self.patches(x)
 
     def prefix_positions(self, num_patches: int) -> tuple[int, ...]:
-        """Return the ascending positions of the class tokens in the sequence; empty for a family without them."""
+        """Return the ascending positions of the class tokens in the sequence; empty for a family without them.
+
+        Their number must not depend on `num_patches`: `pool_features` asks with one patch to learn it.
+        """
         return ()
 
     def class_feature(self, tokens: Tensor) -> Tensor:
@@ -289,7 +298,11 @@ def fit_table(state: dict[str, Tensor], key: str, own: Tensor, grid: Grid, resam
 
 
 def pad_for_scans(parts: Sequence[Tensor], count: int) -> Tensor:
-    """Join the tokens (B, T, E) of R scans, with `count` zeros before each scan's first token: (B, T + count, R·E)."""
+    """Join the tokens (B, T, E) of R scans, with `count` zeros before each scan's first token: (B, T + count, R·E).
+
+    `parts` are the forward scan and, at most, a backward one, both in the order of the image: the zeros of the backward
+    scan follow the last token. Further parts would be dropped without an error.
+    """
     sides = (count, 0), (0, count)
     return torch.cat([F.pad(part, (0, 0, *side)) for part, side in zip(parts, sides, strict=False)], dim=-1)
 
@@ -324,7 +337,10 @@ def default_cfg(input_size: int) -> dict[str, Any]:
 
 
 def rename_prefixes(state_dict: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict[str, Tensor]:
-    """Replace the prefixes of a state dict's keys; keys without such a prefix stay. Raises as `rename_keys`."""
+    """Replace the prefixes of a state dict's keys; keys without such a prefix stay. Raises as `rename_keys`.
+
+    The first prefix that a key begins with counts.
+    """
 
     def rename(key: str) -> str:
         old = next((prefix for prefix in prefixes if key.startswith(prefix)), "")
@@ -389,12 +405,15 @@ def register_sizes(model_class: type[nn.Module], sizes: Mapping[str, Mapping[str
     """Register a family with timm, without weights.
 
     `sizes` maps the name of each model to the arguments that build it. `names` replaces `first_conv` or `classifier` of
-    `default_cfg`.
+    `default_cfg`. Models are registered under the module of the class, where `weights.translate_official` looks
+    for `official_state_dict`. An entry without `img_size` is registered for 224 pixels, which must be the default of
+    the class.
     """
     module = model_class.__module__
     configs = {
         f"{name}.untrained": default_cfg(options.get("img_size", 224)) | names for name, options in sizes.items()
     }
+    # before `_register`: timm reads the configurations when a model is registered, and a model may have none
     sys.modules[module].default_cfgs = generate_default_cfgs(configs)
     for name, options in sizes.items():
         _register(model_class, name, module, options)

@@ -186,6 +186,11 @@ def open_own(path: Path, advice: str = "take one that it trained") -> Checkpoint
 
 
 def _describe_own(path: Path, state: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> Checkpoint:
+    """Describe a file of this project.
+
+    The report and `evaluate` compare a score with a paper by the `options` in its `facts`, so an option that is left
+    out there makes a variant look like the plain model.
+    """
     options, classes = metadata["options"], tuple(metadata["classes"])
     return Checkpoint(
         name=metadata["model"],
@@ -228,6 +233,7 @@ def _describe_official(path: Path, state: Mapping[str, Tensor], model: str) -> C
 
 
 def _describe_timm_file(path: Path, state: Mapping[str, Tensor], model: str) -> Checkpoint:
+    """Describe a file for one of timm's models; the rows of its head, if it has one, are the number of classes."""
     published = find_published(model, required=False)
     names = (*classifier_names(published.preprocessing), "head", "fc", "classifier")
     heads = [state[f"{name}.weight"] for name in names if f"{name}.weight" in state]
@@ -296,7 +302,8 @@ def initialise(model: nn.Module, checkpoint: Checkpoint, classes: Sequence[str] 
     """Fill a freshly built classifier strictly with the weights of a checkpoint, to fine-tune it.
 
     A head for other classes stays as initialised; see `has_classes`, and for `classes` None only the numbers of classes
-    are compared. Position embeddings are resampled if the image size differs.
+    are compared. The embedding `pos_embed` is resampled if the image size differs; tables in the blocks (`BlockTable`)
+    are not, so their weights are refused at another size.
 
     Returns:
         A status for every key of the model and the checkpoint: `used`; `expected: new` for a head that stays as

@@ -112,6 +112,7 @@ class Denoiser(OperatorModel):
         self.grad_checkpointing = False
         self.patch_embed = PatchConv(in_channels, embed_dim, patch_size)
         self.time_embed = nn.Sequential(nn.Linear(WAVES, embed_dim), nn.SiLU(), nn.Linear(embed_dim, embed_dim))
+        # the last row means no class; `inference.generate` counts the classes of released weights by these rows
         self.class_embed = nn.Embedding(num_classes + 1, embed_dim)
         self.blocks = nn.ModuleList(DiTBlock(embed_dim, num_heads, mixer, self.cpe) for _ in range(depth))
         self.norm = nn.LayerNorm(embed_dim, eps=EPS, elementwise_affine=False)
@@ -226,7 +227,8 @@ def build_mixer(mixer: str, dim: int, num_heads: int) -> nn.Module:
     """Build a mixer by its name, for tokens of width C = `dim`.
 
     The mixer of DiT5 has a two-layer inner MLP with the squared error as inner loss, instance-normalised keys, a scale
-    and an offset for q and k, and neighbourhood attention as half of its output.
+    and an offset for q and k, and neighbourhood attention as half of its output. Any other name than `t5` and `ttt`
+    builds softmax attention; `Denoiser` checks the names.
     """
     if mixer == "t5":
         return InnerMixer(dim, num_heads, T5_LOOP, "instance", "qk", WINDOW, affine=True)
@@ -260,6 +262,7 @@ def embed_positions(grid: Grid, dim: int, device: torch.device | str | None = No
     return torch.cat((columns.expand(h, -1, -1), rows[:, None].expand(-1, w, -1)), dim=-1).flatten(0, 1)
 
 
+# replaced in this order: the last entry would also match `final_layer.adaLN_modulation.1.`
 _OFFICIAL = {
     "x_embedder.proj.": "patch_embed.",
     "t_embedder.mlp.": "time_embed.",

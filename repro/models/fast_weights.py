@@ -28,7 +28,8 @@ Form = Literal["recurrent", "parallel"]
 # options of every step of the chain; `only=(2,)` below means that W3 alone learns
 _SUMS: dict[str, Any] = {"loss": "dot", "reduction": "sum", "scale": 1.0}
 _LACT = {"model": "swiglu", **_SUMS, "rate": "per_weight", "momentum": True, "muon": "lact", "norm": "state"}
-# the options that the parallel form does not read; their values are those of LaCT
+# the options that the parallel form does not read; their values are those of LaCT. A new option of `InnerLoop` must be
+# listed here or read by `learn_in_parallel`, or the parallel form ignores it
 _PARALLEL = {**_SUMS, "lr": 1.0, "damping": False, "epochs": 1, "batches": 1}
 # the steps of the paper on KV binding from LaCT to linear attention; each has all changes of the steps before it
 _V1 = {**_LACT, "only": (2,)}
@@ -50,7 +51,11 @@ LACT_STEPS: dict[str, dict[str, Any]] = {
 
 
 def find_obstacle(loop: InnerLoop) -> str | None:
-    """Return in words why a learner has no parallel form, or None if it has one."""
+    """Return in words why a learner has no parallel form, or None if it has one.
+
+    `only=(2,)` stands for W3 of `swiglu`. An MLP of three layers passes this check, but `learn_in_parallel` fails on
+    it.
+    """
     if loop.model != "fc" and loop.only != (2,):
         return "W1 and W2 learn, so the kernel of a chunk depends on all chunks before it"
     if loop.norm != "none":
@@ -108,6 +113,9 @@ def learn_in_parallel(
     The features φ(k) are static, so the steps G_c = Σ (η φ(k))ᵀ v of all chunks are one batched product. The momenta
     are M_j = Σ_i Λ_ji G_i with Λ_ji = Π_{i<s≤j} α_s, see `decay_matrix`. The state that a chunk reads is the start plus
     a cumulative sum of the steps.
+
+    The features are the last of the activations that `InnerModel.prepare` returns. `loop.q_is_k` is not read: `learn`
+    passes the keys as q.
 
     Shapes are those of `inner.learn`: q, k, v and the result (B, h, T, d), rates (B, h, T, 1), momentum (B, h, T).
 

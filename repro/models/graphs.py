@@ -97,6 +97,11 @@ class _Watch:
 
 
 def _list_attributes(table: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Return the public attributes of a module, which are compared by identity.
+
+    `Frozen` compares weights and submodules. A change of another private attribute, or of the content of a list or
+    dict, goes unnoticed: a captured pass would give the results of before.
+    """
     return [(name, value) for name, value in table.items() if not name.startswith("_")]
 
 

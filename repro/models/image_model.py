@@ -28,7 +28,11 @@ class PatchConv(nn.Conv2d):
 
 
 class OperatorModel(nn.Module):
-    """Model with layers that may run this project's operators; these have `backend` and `selected_backend(dtype)`."""
+    """Model with layers that may run this project's operators; these have `backend` and `selected_backend(dtype)`.
+
+    Layers are found by these two names. The model itself must have no attribute `backend`: it would count as one of its
+    layers, and `selected_backend` would call itself without end.
+    """
 
     def set_backend(self, backend: str) -> None:
         """Set the backend of the operators in every layer; see `kernels`."""

@@ -39,6 +39,9 @@ NORM_EPS = 1e-5
 class InnerLoop:
     """Configuration of an inner learner.
 
+    The defaults are part of recorded models: weights files and the loops of the families state only what differs. A new
+    option must also be known to `fast_weights`, see `_PARALLEL` there.
+
     Args:
         model: a name of `MODELS`.
         width: hidden units of a model with hidden layers, as a multiple of d.
@@ -198,6 +201,7 @@ def learn(
             return read_out(loop, learned, wide_q, grid).to(q.dtype)
         if loop.order == "after":
             next(states)
+        # each state is read before `states` goes on, because `follow` changes the list that it yielded
         batches = zip(loop.split(k.shape[-2]), states, strict=False)
         outs = [read_out(loop, W, wide_q[..., first:end, :], grid) for (first, end), W in batches]
         return torch.cat(outs, -2).to(q.dtype)

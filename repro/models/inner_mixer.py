@@ -69,7 +69,8 @@ class InnerMixer(nn.Module):
     Args:
         dim, num_heads: width C, a multiple of the heads h.
         inner: an inner learner or its name in `LOOPS`; `linear` for linear attention with φ(x) = elu(x) + 1; `projqk`
-            for linear attention of k·W1 and q·W2.
+            for linear attention of k·W1 and q·W2. Any other name also gives linear attention, so the caller must check
+            it.
         key_norm: see `KeyNorm`.
         dwc: what is convolved: `none`, `v` or `qk`.
         neighbours: side of the window of neighbourhood attention, an odd number; 0 for none.
@@ -110,6 +111,8 @@ class InnerMixer(nn.Module):
             raise ValueError(
                 f"inner_start identity: the last weight of {self.loop.model} at width {self.loop.width} is no square matrix"
             )
+        # the training of denoisers finds the inner weights by these names, for a learning rate of their own
+        # (`tasks.generation.task`)
         self.weight_names = tuple(f"w{i + 1}" for i in range(len(shapes)))
         for name, shape in zip(self.weight_names, shapes, strict=True):
             self.register_parameter(name, nn.Parameter(torch.empty(num_heads, *shape)))
@@ -120,7 +123,10 @@ class InnerMixer(nn.Module):
         return [getattr(self, name) for name in self.weight_names]
 
     def init_weights(self) -> None:
-        """Initialise the inner weights trunc_normal 0.02; convolutions keep PyTorch's default."""
+        """Initialise the inner weights trunc_normal 0.02; convolutions keep PyTorch's default.
+
+        The model must call it, as `ClassFreeViT` and `Denoiser` do: before, the inner weights are uninitialised memory.
+        """
         for weight in self.weights:
             nn.init.trunc_normal_(weight, std=0.02)
         if self.start == "identity":

@@ -32,7 +32,8 @@ class InnerModel:
 
     Args:
         shapes: maps (size, d) to the shape of each weight of one head.
-        prepare: maps (W, x, grid) to the activations that `read` and `vjp` share.
+        prepare: maps (W, x, grid) to the activations that `read` and `vjp` share. Those of `fc` and `swiglu` must end
+            with the input of the last weight, which `fast_weights.learn_in_parallel` takes for the features.
         read: maps (W, prepared) to F(x), of the shape of x.
         vjp: the vjp: maps (W, prepared, e), with e of the shape of F(x), to one pair (x_p, e_p) per weight, the last
             weight first. x_p is the weight's input, and e_p the error at the weight's output.
@@ -74,7 +75,10 @@ def _mlp_shapes(size: Size, d: int) -> list[tuple[int, ...]]:
 
 
 def _mlp_prepare(W: Weights, x: Tensor, grid: Grid) -> tuple:
-    """Return (inputs of every layer, pre-activations of all but the last); SiLU follows every layer but the last."""
+    """Return (inputs of every layer, pre-activations of all but the last); SiLU follows every layer but the last.
+
+    The weights of the last layer are not used, so `mlp_identity` can add I to them later.
+    """
     inputs, pre = [x], []
     for weight in W[:-1]:
         pre.append(inputs[-1] @ weight)

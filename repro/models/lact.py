@@ -39,7 +39,8 @@ class FastWeights(nn.Module):
         ValueError: Muon with heads of width 1.
     """
 
-    learn = staticmethod(learn)  # an attribute, so that a probe can replace it on one layer
+    # an attribute, so that a probe can replace it on one layer; called with positional arguments, as the probes expect
+    learn = staticmethod(learn)
 
     def __init__(self, dim: int, num_heads: int, loop: InnerLoop):
         super().__init__()
@@ -61,7 +62,10 @@ class FastWeights(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.empty(num_heads, *reversed(shapes[name]))))
 
     def init_weights(self) -> None:
-        """Initialise the fast weights as N(0, 1/inputs)."""
+        """Initialise the fast weights as N(0, 1/inputs), in the order of their names.
+
+        The order decides which random numbers of a seed each gets.
+        """
         for name in sorted(self.weight_names):
             weight = getattr(self, name)
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)

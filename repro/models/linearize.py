@@ -67,6 +67,8 @@ def read_shell(model: nn.Module, where: str) -> Shell:
 def choose_student(shell: Shell) -> tuple[str, dict[str, Any]]:
     """Return the registered T5 closest to a shell, and the options that differ; without image size and classes."""
     asked = {key: value for key, value in shell.options.items() if key != "img_size"}
+    # must be the defaults of `ClassFreeViT` and `Backbone`: an option that is equal to them is not passed to the
+    # student, and a wrong `norm_eps` changes no shape, so that the weights would load
     defaults = {"patch_size": 16, "depth": 12, "mlp_ratio": 4.0, "layer_scale": False, "norm_eps": 1e-6, "in_chans": 3}
     best: tuple[str, dict[str, Any]] | None = None
     for name, built in SHELLS.items():
@@ -146,7 +148,10 @@ def _read_t5(model: T5, where: str) -> Shell:
 
 
 def _find_obstacle(model: VisionTransformer) -> str | None:
-    """Return in words the first part of a ViT of timm that no student has, or None."""
+    """Return in words the first part of a ViT of timm that no student has, or None.
+
+    All conditions are evaluated, so none may raise an error for a model that an earlier one refuses.
+    """
     block, patches = model.blocks[0], model.patch_embed
     if type(block) is not TimmBlock:
         return f"its blocks are {type(block).__name__}"

@@ -291,7 +291,7 @@ def scan_blocks(depth: int) -> int:
     return (depth + 1) // 2
 
 
-# official names by pattern -> ours
+# official names by pattern -> ours; only the first pattern that matches is replaced, so the general one comes last
 _RENAMED = {
     r"^patch_embed\.conv_down\.0\.": "patch_embed.conv1.",
     r"^patch_embed\.conv_down\.1\.": "patch_embed.norm1.",

@@ -132,13 +132,14 @@ def build_published(
         except (OSError, EOFError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
             why = f"{published.full_name}: weights cannot be loaded: {' '.join(str(error).split())[:200] or type(error).__name__}"
             raise (UserError(f"{file}: {why}") if file else RunError(why)) from None
-    model.pretrained_cfg.pop("state_dict", None)
+    model.pretrained_cfg.pop("state_dict", None)  # the file's tensors, which the overlay left there
     # timm may rename a key, but keeps its last part, e.g. num_batches_tracked
     known = {name.rpartition(".")[2] for name, buffer in model.named_buffers() if not buffer.is_floating_point()}
     integers = (key for key, value in (state or {}).items() if not value.is_floating_point())
     if wrong := next((key for key in integers if key.rpartition(".")[2] not in known), None):
         raise UserError(f"{file}: {wrong} has integers, expected a floating dtype")
     require_sound(model.state_dict(), file or published.full_name)
+    # `build_model` has set the name with its tag and the overlay; `require_same_architecture` compares the plain name
     model.built_from = published.model, options
     return model
 

@@ -137,11 +137,12 @@ def build_pyramid(
         else:
             accepted = inspect.signature(type(model)).parameters
             any_size = {key: value for key, value in _ANY_SIZE.items() if key in accepted}
-            if any_size:
+            if any_size:  # built a second time; with one time fewer, the decoder would get other random numbers
                 model = build_model(name, **any_size | arguments)
             pyramid = NativePyramid(model, freeze_backbone=freeze_backbone)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
+    # not `arguments`: the options are compared with those of a classifier's file, and saved with the weights
     pyramid.built_from = name, options
     return pyramid
 
@@ -170,6 +171,7 @@ def load_backbone(pyramid: Pyramid, checkpoint: Checkpoint) -> dict[str, str]:
         error = f"{checkpoint.where}: does not fit the backbone {name} as built"
         report = load_state(trunk, state, error, not_needed=pyramid.is_removed, new=added.__contains__)
     except UserError as misfit:
+        # the words of `load_state` for another shape
         advice = "; build it with the img_size of its training" if "pos_embed is" in str(misfit) else ""
         raise UserError(f"{misfit}{advice}") from None
     filled = {f"{pyramid.trunk_name}.{key}" for key, line in report.items() if line == "used"}

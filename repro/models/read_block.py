@@ -20,7 +20,8 @@ from .reading import Reading
 from .ttt_mixer import REDUCIBLE, Arguments, Design, TTTMixer, W0Mode, design_has
 from .vittt_block import VitttBlock, class_positions
 
-# switches that change neither a block's operations nor its weights' shapes
+# switches that change neither a block's operations nor its weights' shapes; `fused_block` reads their values from the
+# mixer, by `eta_base` and `scale_per_token`
 _OF_VALUES = ("positions", "w0_std", "token_scale_start", "eta_base")
 
 

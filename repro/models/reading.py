@@ -22,6 +22,9 @@ class Reading:
     `reading` takes this form in params.yaml, on the command line and in Python: `timm.create_model(...,
     reading="post_norm=none")`.
 
+    Weights files state all switches. A new switch needs the old behaviour as its default, because older files do not
+    state it; without a removed switch, older files cannot be read.
+
     Raises:
         ValueError: a value that its switch does not have.
     """

@@ -45,7 +45,8 @@ def require_known(name: str) -> None:
 def build_model(name: str, *, img_size: int | tuple[int, int] | None = None, **options: Any) -> nn.Module:
     """Build a model of this project or of timm, or a denoiser; wrong arguments raise one-line errors.
 
-    The model's attribute `built_from` keeps (name, options). `img_size` is ignored by models without this option.
+    The model's attribute `built_from` keeps (name, options); `checkpoints.require_same_architecture` compares them with
+    those of a weights file. `img_size` is ignored by models without this option.
 
     Raises:
         ValueError: an unknown name, or options that the model refuses.

@@ -21,7 +21,7 @@ from .backbone import Backbone, fit_table, resample_positions
 from .image_model import Grid, init_linear
 
 Positions = Literal["table", "block_table", "none"]
-EPS = 1e-6
+EPS = 1e-6  # of the LayerNorms; `inner_mixer` takes it for key norms and linear attention, too
 # for the embedded data sets: one token per pixel of a scanned digit
 NANO_PATCH4_32 = {"img_size": 32, "patch_size": 4, "embed_dim": 48, "depth": 2, "num_heads": 2, "position_std": 0.3}
 # for tests and the embedded data sets: 9x9 tokens
@@ -173,7 +173,8 @@ class ClassFreeViT(Backbone):
     def init_weights(self) -> None:
         """Initialise Linear trunc_normal 0.02, biases 0, positions trunc_normal with std `position_std`.
 
-        Convolutions keep PyTorch's default. Mixers initialise their other parameters.
+        Convolutions keep PyTorch's default. Mixers initialise their other parameters: every submodule's `init_weights`
+        is called. `vit3.InnerTraining` has none, because it draws its weights when it is built.
         """
         for module in self.modules():
             if isinstance(module, nn.Linear):

@@ -20,6 +20,7 @@ from .vittt_block import EPS, Pool
 
 _Kind = Literal["vittt", "deit"]
 _OF_LEARNER = ("design", "chunk_size", "w0", "reading", "step")  # Vittt's options that have no meaning here
+# Vittt's counts that belong to the learner; with a name missing, the multiply-adds are too many, without an error
 _LEARNER_TERMS = ("conv1d", "learning_rate", "inner_state", "inner_bias_and_norm", "token_scale", "inner_learner")
 
 

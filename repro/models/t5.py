@@ -15,6 +15,7 @@ from .backbone import register_sizes, rename_keys, rename_prefixes
 from .inner_mixer import KEY_NORMS, InnerMixer, KeyNormKind
 from .shell import NANO_PATCH4_32, NANO_PATCH16_144, ClassFreeViT, SoftmaxMixer, build_cpe, require_choice
 
+# `inner_mixer.LOOPS` must have every name besides the first three, or `InnerMixer` takes it for linear attention
 _Inner = Literal["softmax", "linear", "projqk", "gate", "2layer", "3layer", "swiglu"]
 _Convolution = Literal["none", "cpe", "v", "qk"]
 CHOICES = {"inner": get_args(_Inner), "key_norm": KEY_NORMS, "dwc": get_args(_Convolution)}
@@ -81,7 +82,8 @@ def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-# arguments of each size, for both the students and the softmax models
+# arguments of each size, for both the students and the softmax models; of equally close ones, `linearize` takes the
+# first for a pretrained ViT
 SHELLS: dict[str, dict[str, Any]] = {
     "tiny_patch16_224": {"embed_dim": 192, "num_heads": 3},
     "small_patch16_224": {"embed_dim": 384, "num_heads": 6},

@@ -123,7 +123,7 @@ class TTTMixer(nn.Module):
         self.build(w0)
         self.reset_parameters()
         # unused parameters must be neither trained nor saved; they were drawn first, so that a seed gives all steps the
-        # same initial values
+        # same initial values. They stay as buffers because `_arrange` and `scale_per_token` read them
         if step == "q_is_k" and self.convs.pop("conv_q", None):
             del self.conv_q
         if step in REDUCIBLE:
@@ -136,7 +136,7 @@ class TTTMixer(nn.Module):
         """Build the layers; their order decides which random numbers of a seed each gets."""
         dim, R = self.dim, self.directions
         # one matrix for all projections of x, in the order in which `_project` splits it: gate, q, k (or kq), v; all
-        # but the gate have one part per direction
+        # but the gate have one part per direction. `fused_block` reads the rows in this order
         self.split_sizes = [dim] * self.has_gate + [R * dim] * (2 + self.separate_q)
         self.in_proj = nn.Linear(dim, sum(self.split_sizes), bias=False)
         self.lr_proj = nn.Linear(dim, self.num_heads)
@@ -299,7 +299,10 @@ class TTTMixer(nn.Module):
             raise ValueError(_NORM)
 
     def learning_rate(self, x_BTD: Tensor) -> Tensor:
-        """Compute the inner learning rates (B, T, H), sigmoid(x_t · w_h + a_h) / d; the step `ascent` negates them."""
+        """Compute the inner learning rates (B, T, H), sigmoid(x_t · w_h + a_h) / d; the step `ascent` negates them.
+
+        `fused_block` does not call it: there the factor `eta_base` / d is part of the token scale.
+        """
         rates = torch.sigmoid(self.lr_proj(x_BTD)) * (self.eta_base / self.head_dim)
         return -rates if self.step == "ascent" else rates
 

@@ -181,7 +181,10 @@ class Vim(Backbone):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Initialise patches LeCun normal, head and embeddings trunc_normal 0.02, biases 0; not the mixers."""
+        """Initialise patches LeCun normal, head and embeddings trunc_normal 0.02, biases 0; not the mixers.
+
+        A rule for all Linear layers would overwrite what `VimMixer.reset_parameters` has drawn.
+        """
         lecun_normal_(self.patch_embed.weight)
         nn.init.zeros_(self.patch_embed.bias)
         for weight in (self.cls_token, self.pos_embed):
@@ -201,7 +204,7 @@ class Vim(Backbone):
         return at_least_fp32(tokens) + resample_positions(self.pos_embed, self.grid_size, grid, built, middle), grid
 
     def class_feature(self, tokens: Tensor) -> Tensor:
-        """Return the class token (B, D) of normalised tokens (B, T, D)."""
+        """Return the class token (B, D) of normalised tokens (B, T, D), at the place of `prefix_positions`."""
         return tokens[:, (tokens.shape[1] - 1) // 2]
 
     def reported_mac_terms(self, grid: Grid) -> tuple[str, dict[str, int]]:

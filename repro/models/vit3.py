@@ -63,7 +63,8 @@ class InnerTraining(nn.Module):
         ValueError: a width that is not a multiple of the heads.
     """
 
-    learn = staticmethod(learn)  # an attribute, so that a probe can replace it on one layer
+    # an attribute, so that a probe can replace it on one layer; called with positional arguments, as the probes expect
+    learn = staticmethod(learn)
 
     def __init__(
         self, dim: int, num_heads: int, step: str = "own", inner_steps: int = 1, *, loop: InnerLoop | None = None
@@ -73,17 +74,19 @@ class InnerTraining(nn.Module):
             raise ValueError(f"embed_dim {dim} is not a multiple of num_heads {num_heads}")
         self.num_heads, self.head_dim, self.step = num_heads, dim // num_heads, step
         self.loop = dataclasses.replace(loop or STEPS[step], epochs=inner_steps)
+        # `step` and `loop` are those of the heads; the convolution takes only `q_is_k` from them
         self.conv_loop = InnerLoop(model="dwconv", epochs=inner_steps, q_is_k=self.loop.q_is_k, **_SHARED)
         d = self.head_dim
         self.split_sizes = [3 * dim, 3 * d]  # q, k, v of the heads, then those of the convolution
         self.qkv = nn.Linear(dim, sum(self.split_sizes))
+        # the training of denoisers finds the inner weights by their names (`tasks.generation.task`)
         self.w1 = nn.Parameter(torch.empty(1, num_heads, d, d))
         self.w2 = nn.Parameter(torch.empty(1, num_heads, d, d))
         self.w3 = nn.Parameter(torch.empty(d, 1, 3, 3))
         self.proj = nn.Linear(dim + d, dim)
         for weight in (self.w1, self.w2, self.w3):
             nn.init.trunc_normal_(weight, std=0.02)
-        if step in WITHOUT_GATE:
+        if step in WITHOUT_GATE:  # drawn first, so that a seed gives all steps the same w1 and w3
             del self.w2
 
     def forward(self, x_BNC: Tensor, grid: Grid, rotation: Rotation | None = None) -> Tensor:
@@ -108,8 +111,8 @@ class InnerTraining(nn.Module):
     def _learn_heads(self, qkv: Tensor) -> Tensor:
         """Learn and read the heads: (B, N, 3C) -> (B, N, C).
 
-        The step `v1` gates values and outputs by SiLU(x w2); steps `*_as_run` keep the factor k w1 that the authors' code
-        has on the values (see `STEPS`). The learner of the heads ignores its grid, (1, N).
+        The step `v1` gates values and outputs by SiLU(x w2); steps `*_as_run` keep the factor k w1 that the authors'
+        code has on the values (see `STEPS`). The learner of the heads ignores its grid, (1, N).
         """
         q, k, v = (x.contiguous() for x in self._split(qkv, self.num_heads))  # for batched products
         w1 = self.w1.to(k.dtype)

@@ -96,7 +96,10 @@ class Vittt(Backbone):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Initialise Linear and embeddings trunc_normal 0.02, biases 0; not convolutions and mixers."""
+        """Initialise Linear and embeddings trunc_normal 0.02, biases 0; not convolutions and mixers.
+
+        A mixer, which has initialised itself, is recognised by the name `mixer` in its block.
+        """
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear) and ".mixer." not in name:
                 init_linear(module)
@@ -256,7 +259,10 @@ class Vittt(Backbone):
         )
 
     def no_weight_decay(self) -> set[str]:
-        """Return embeddings, class tokens, and the inner norm, bias and token scale; W0 and the projections decay."""
+        """Return embeddings, class tokens, and the inner norm, bias and token scale; W0 and the projections decay.
+
+        They are found by the ends of their names, so a renamed parameter would decay.
+        """
         exempt = (
             "pos_embed",
             "cls_token",

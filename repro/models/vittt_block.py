@@ -25,7 +25,9 @@ class VitttBlock(nn.Module):
 
     mixer_class: type[TTTMixer] = TTTMixer
     frozen: fused_block.Frozen | None = None  # constants that `Vittt.freeze` precomputed
-    is_fusible = True  # whether `fused_block` may compute it, if it has a convolution and no class tokens
+    # whether `fused_block` may compute it, if it has a convolution and no class tokens. A block that computes anything
+    # else must set it to False
+    is_fusible = True
 
     def __init__(
         self,
@@ -75,7 +77,11 @@ class VitttBlock(nn.Module):
         return self.forward_plainly(tokens, grid)
 
     def forward_plainly(self, tokens: Tensor, grid: Grid) -> Tensor:
-        """Compute `forward` with plain PyTorch around the scan, the reference for `fused_block`."""
+        """Compute `forward` with plain PyTorch around the scan, the reference for `fused_block`.
+
+        That module has its own code for inference on CPUs, for inference on GPUs and for training, so all must follow a
+        change here.
+        """
         if self.dwconv is not None:
             tokens = self._convolve(tokens, grid)
         tokens = tokens + self.drop_path(self.mixer(self.norm1(tokens)))

@@ -29,7 +29,8 @@ from .vim import STEP_SIZES, at_least_fp32
 STATE_DIM = 1
 MLP_RATIO = 4
 EPS = 1e-5
-# routes: rows, columns, reversed rows, reversed columns; that is two sequences, each scanned in both directions
+# routes: rows, columns, reversed rows, reversed columns; that is two sequences, each scanned in both directions. They
+# must alternate: `SS2D.forward` and `add_routes` split the routes so
 REVERSE = (False, False, True, True)
 ROUTES, SEQUENCES = 4, 2
 
@@ -61,7 +62,11 @@ class SS2D(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise the parameters of the scan; the convolution keeps PyTorch's default."""
+        """Initialise the parameters of the scan; the convolution keeps PyTorch's default.
+
+        The projections of the scan are plain parameters. As Linear layers they would lose these values to
+        `VMamba.init_weights`, which also sets biases to 0.
+        """
         for weight, fan_in in ((self.x_proj_weight, self.inner), (self.dt_projs_weight, self.rank)):
             nn.init.uniform_(weight, -(fan_in**-0.5), fan_in**-0.5)
         low, high = (math.log(size) for size in STEP_SIZES)
@@ -239,7 +244,7 @@ def _downsampling(before: int, after: int) -> nn.Sequential:
     )
 
 
-# official names by pattern -> ours
+# official names by pattern -> ours; only the first pattern that matches is replaced, so the general one comes last
 _RENAMED = {
     r"^patch_embed\.0\.": "patch_embed.conv1.",
     r"^patch_embed\.2\.": "patch_embed.norm1.",

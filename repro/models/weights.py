@@ -32,10 +32,12 @@ State = Mapping[str, Tensor]
 
 # a single metadata key, because safetensors writes several keys in an order that varies from run to run
 METADATA_KEY = "vision_ttt_repro"
-# required and optional metadata; an unknown key means damage or a later version
+# required and optional metadata; an unknown key means damage or a later version. A new key of `save_weights` belongs
+# here, or its files cannot be read; it must sort after `checksum`, see `_CHECKSUM`
 _NEEDED = {"model": str, "options": dict, "preprocessing": dict, "classes": list}
 _FURTHER = {"checksum": str, "reading": (dict, str), "task": dict}
-# pattern for the header, where the metadata are JSON inside a JSON string, with escaped quotes
+# pattern for the header, where the metadata are JSON inside a JSON string, with escaped quotes; `checksum` is the first
+# of the sorted keys
 _CHECKSUM = re.compile(rb'\{\\"checksum\\": \\"([0-9a-f]{64})\\"')
 # dtypes of weights; `load_state` checks that integers belong to integer buffers of the model
 _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8}
@@ -213,7 +215,7 @@ def require_finite_outputs(model: nn.Module, where: Path | str) -> None:
 def adapt_to_size(model: nn.Module, state: State, trained_size: tuple[int, int]) -> dict[str, Tensor]:
     """Adapt a state dict from a training at another image size to a model of the same architecture.
 
-    In this project's families, a position embedding is resampled to the model's grid (bicubic; rows of class tokens are
+    In this project's families, `pos_embed` alone is resampled to the model's grid (bicubic; rows of class tokens are
     kept), if its length belongs to `trained_size`. So weights of another patch size stay unchanged, and a strict load
     refuses them. In timm's families, timm's `checkpoint_filter_fn` resamples, for example, Swin's relative positions.
 
@@ -318,6 +320,14 @@ class _Stated(dict):
 
 
 def _parse_metadata(text: str, path: Path, *, verified: bool) -> dict[str, Any]:
+    """Parse the metadata of a file of this project; `verified` tells whether its checksum was compared.
+
+    Only for models whose names begin with `vittt_` do the switches of the file go into the options. For `ladder_vittt_`
+    and `softvittt_` the options count as they were given, so a changed default changes these models.
+
+    Raises:
+        UserError: the metadata are not those of a weights file.
+    """
     kinds = _NEEDED | _FURTHER
     try:
         found = json.loads(text, object_hook=lambda content: _Stated(content, path))
