@@ -178,7 +178,7 @@ def learn_forward(
     Args:
         constant: a tuple of as many elements as a head is wide, a multiple of 4; its length is known to the compiler.
         q, k, v: (B,T,R,H,D), each laid flat by `threads.lay_flat`, with its strides. lr: (B,T,H). scale: (R,n).
-        state: (R,H,D+1,D), W0 above b0, with rows of mean 0. gamma, mu: (R,H,D).
+        state: (R,H,D+1,D), W0 above b0, with rows of mean 0: the output's norm subtracts no mean. gamma, mu: (R,H,D).
         taps, tap_biases: (2,R,H,4,D) and (2,R,H,D), of the causal convolutions that compute keys and queries from k; or
             no elements, where k and q are given as they are used.
         out: (B,T,R,H,D), which is written.
@@ -224,6 +224,7 @@ def learn_forward(
                 _take(constant, q, q_strides, b, r, h, origin, forth, n, Q)
             _take(constant, v, v_strides, b, r, h, origin, forth, n, V[:rows])
             for i in range(rows):
+                # the G of a padding row is not 0; a rate of 0 keeps it out of the state
                 rate[i] = lr[b, origin + forth * i, h] if i < n else nothing
             _apply(constant, S, X, 2 * rows, Y)
             _descend(constant, rows, K, V, weight, bias, ones, eps, Y, G, norms, along)
@@ -275,7 +276,8 @@ def learn_backward(
 
     A segment's chunks are run forward once more, and then backward. dout (laid flat by `threads.lay_flat`), dq, dk and
     dv are (B,T,R,H,D). Gradients to which several tasks add are written separately for each: drate (B,T,R,H), and by
-    image dscale (B,R,H,n), dstate (B,R,H,D+1,D), dgamma and dmu (B,R,H,D), which start with zeros.
+    image dscale (B,R,H,n), dstate (B,R,H,D+1,D), dgamma and dmu (B,R,H,D), which start with zeros. dstate also carries
+    the gradient of the state from a chunk to the one before it.
     """
     _, T, R, H, _ = dq.shape
     D, dtype = len(constant), dq.dtype

@@ -3,7 +3,8 @@
 A loop reads a few tokens at a time into the cache, in whole rows, the order of memory. It then goes through blocks of
 channels, whose states stay in the cache. LLVM vectorises the innermost loops over channels as long as they use few
 arrays, since it has to check at run time that these do not overlap. Sums may be reassociated, but nothing is assumed
-about NaN and infinity. Tasks write disjoint memory, and the result does not depend on the number of threads.
+about NaN and infinity. Tasks write disjoint memory. The number of threads changes no result but the last bits of the
+selective scan's dB and dC, which are sums over the channels of a task and then over tasks.
 
 The loops are in `cpu_scan`, `cpu_wkv`, `cpu_learner` and `cpu_around`. Arrays are contiguous, of one dtype, fp32 or
 fp64. An argument `constant` is a tuple whose length, which the compiler knows, is the length of a row. Shape letters as
@@ -47,6 +48,9 @@ class Loop:
 
     numba's cache finds a function by its file and name. The name therefore gets hashes of the loop's file and of this
     one, whose functions are inlined: a change of either compiles the loop again.
+
+    The hashes leave out values and functions from any third file. After a change of `bi_wkv.reference.EMPTY` the cache would
+    return loops of `cpu_wkv` with the old value until `cpu_wkv.py` itself changes.
     """
 
     def __init__(self, function: Callable) -> None:
@@ -61,6 +65,9 @@ class Loop:
 
         The constants are tuples whose lengths the compiler knows. numba passes no tuples to its threads; they are
         globals of the call. All arrays of floats have one dtype.
+
+        A compiled call is kept by the lengths and the dtype alone. A loop must therefore not read a constant's elements,
+        and an array without elements must have as many axes as one with them.
         """
         dtype = next(each.dtype for each in arguments if isinstance(each, np.ndarray) and each.dtype.kind == "f")
         key = (*map(len, constants), dtype)
