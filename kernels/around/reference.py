@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..dispatch import compute_dtype
 
-TAPS = 4  # tokens in the window of a causal convolution
+TAPS = 4  # tokens in the window of a causal convolution; the kernels and `cpu_learner` have the four taps written out
 # columns of ones that `gated_linear` appends: eight two-byte numbers keep the rows aligned to 16 bytes, as matrix
 # products on a GPU want them
 ONES = 8
