@@ -23,6 +23,8 @@ class Arguments(NamedTuple):
     u: (B,T,K,E), where K divides R: route r scans the sequence u[:, :, r mod K]. delta: (B,T,R,E), u's dtype. A:
     (R,E,N). B, C: (B,T,R,N). D, delta_bias: (R,E). z: (B,T,E), shared by the routes, or None. reverse: R flags; a route
     with True is scanned from the last token. full_precision: whether the output is left in the compute dtype.
+
+    Backends take the tensors by their places, and return the gradients in this order.
     """
 
     u: Tensor

@@ -90,6 +90,7 @@ def backward(dout: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor | None,
             carry = a[:, 0] * g[:, 0]
             dinput = _over_states(tile.B, g)
             _put(dB, images, tokens, x.reverse, _over_channels(g, step * tile.u))
+            # a is overwritten here, and g by `out=g` below: everything that reads them comes before
             p = a.mul_(g)
             p[:, 0] *= start
             p[:, 1:] *= h[:, :-1]
@@ -105,7 +106,11 @@ def backward(dout: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor | None,
 
 
 def _tile_sizes(shape: Sequence[int], state_dim: int) -> tuple[int, int]:
-    """Return the images and the tokens of a tile."""
+    """Return the images and the tokens of a tile.
+
+    They must follow from these sizes alone. Both passes and the fake kernel compute them anew, and the backward pass
+    finds a kept state by the number of its tile.
+    """
     B, T, R, E = shape
     token = R * E * state_dim
     images = torch.sym_min(B, torch.sym_max(1, _STEP_ELEMENTS // token))
