@@ -70,7 +70,7 @@ def _prepare(x: Arguments) -> tuple[list[Any], tuple[Any, ...]]:
 def join_state(W: Tensor, b: Tensor) -> Tensor:
     """Return the start state (R,H,D+1,D): W with b below it.
 
-    The mean of each row is subtracted, since the LayerNorms do not see it.
+    The mean of each row is subtracted. The LayerNorms do not see it, and the loop's norm of an output subtracts none.
     """
     state = torch.cat([W, b.unsqueeze(-2)], -2)
     return (state - state.mean(-1, keepdim=True)).contiguous()
