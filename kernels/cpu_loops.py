@@ -7,8 +7,9 @@ about NaN and infinity. Tasks write disjoint memory. The number of threads chang
 selective scan's dB and dC, which are sums over the channels of a task and then over tasks.
 
 The loops are in `cpu_scan`, `cpu_wkv`, `cpu_learner` and `cpu_around`. Arrays are contiguous, of one dtype, fp32 or
-fp64. An argument `constant` is a tuple whose length, which the compiler knows, is the length of a row. Shape letters as
-in the operators' references.
+fp64. Indices are not checked: a loop reads and writes beyond the end of an array that is too small. An argument
+`constant` is a tuple whose length, which the compiler knows, is the length of a row. Shape letters as in the operators'
+references.
 """
 
 import hashlib

@@ -65,7 +65,8 @@ def backward(dout: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor | None,
     `dout` is (B,T,R,E), `states` those of `forward`.
     """
     shape, dtype = x.delta.shape, states.dtype
-    # gradients of tensors that routes share, u and z, are summed over the routes before they are rounded
+    # gradients of tensors that routes share, u and z, are summed over the routes before they are rounded; results are
+    # contiguous for any strides of the inputs, as the fake kernels of `CustomOp` promise
     ddelta, dB, dC = (torch.empty_like(each, memory_format=torch.contiguous_format) for each in (x.delta, x.B, x.C))
     du, dz = (states.new_empty(shape) for _ in range(2))
     dA, dD, dbias = (states.new_zeros(each.shape) for each in (x.A.mT, x.D, x.delta_bias))

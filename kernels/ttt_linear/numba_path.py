@@ -30,7 +30,7 @@ def run_learn(
     """Return out (B,T,R,H,D) of shape `shape` and states of shape `kept`.
 
     `given` has the tensors of `_prepare` and then the taps of `lay_taps`, or taps without elements; `options` is that
-    of `find_options`.
+    of `find_options`. `kept` is `states_shape` for the T and chunk size of the options, or has no elements.
     """
     out, states = given[3].new_empty(shape), given[3].new_empty(kept)
     _run(learn_forward, shape, *given, out, states, *options)
