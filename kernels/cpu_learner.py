@@ -340,7 +340,7 @@ def learn_backward(
                 _multiply(constant, A, rows, G, rows, O)
                 for j in range(rows):  # backward through the output's LayerNorm
                     factor = one / np.sqrt(dot_rows(constant, O[j], O[j]) * share + eps)
-                    copy_row(constant, dO[j], dX[rows + j])
+                    copy_row(constant, dO[j], dX[rows + j])  # the residual Q has the gradient of the output itself
                     for c in range(D):
                         O[j, c] *= factor
                         of_weight[c] += dO[j, c] * O[j, c]
@@ -385,7 +385,7 @@ def learn_backward(
                         dX[i, c] = u[i, c] + last_rate * dP[i, c]
                     of_rate[i] = -scales[n - 1] * sum_rate
                     of_scale[n - 1] -= rate[i] * sum_rate
-                # backward through A
+                # backward through A, whose other elements are still 0 from `_mask`
                 _multiply_transposed(constant, dO, rows, G, rows, True, dA)
                 for j in range(rows):
                     for i in range(rows):

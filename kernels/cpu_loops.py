@@ -50,8 +50,8 @@ class Loop:
     numba's cache finds a function by its file and name. The name therefore gets hashes of the loop's file and of this
     one, whose functions are inlined: a change of either compiles the loop again.
 
-    The hashes leave out values and functions from any third file. After a change of `bi_wkv.reference.EMPTY` the cache would
-    return loops of `cpu_wkv` with the old value until `cpu_wkv.py` itself changes.
+    The hashes leave out values and functions from any third file. After a change of `bi_wkv.reference.EMPTY` the cache
+    would return loops of `cpu_wkv` with the old value until `cpu_wkv.py` itself changes.
     """
 
     def __init__(self, function: Callable) -> None:
@@ -67,8 +67,8 @@ class Loop:
         The constants are tuples whose lengths the compiler knows. numba passes no tuples to its threads; they are
         globals of the call. All arrays of floats have one dtype.
 
-        A compiled call is kept by the lengths and the dtype alone. A loop must therefore not read a constant's elements,
-        and an array without elements must have as many axes as one with them.
+        A compiled call is kept by the lengths and the dtype alone. A loop must therefore not read the elements of a
+        constant, and an array without elements must have as many axes as one with them.
         """
         dtype = next(each.dtype for each in arguments if isinstance(each, np.ndarray) and each.dtype.kind == "f")
         key = (*map(len, constants), dtype)
@@ -97,7 +97,7 @@ def _go_through(address, parts, tasks, *arguments):
 
 @intrinsic
 def _call_loop(context: Any, address: Any, first: Any, last: Any, arguments: Any) -> Any:
-    """Call a compiled loop, which returns nothing, by its address."""
+    """Call a compiled loop by its address. It returns nothing and must raise nothing, since its status is dropped."""
     own = (numba.intp, numba.intp, *arguments.types)
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:

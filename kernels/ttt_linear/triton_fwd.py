@@ -208,7 +208,7 @@ def group_chunks(width: int, chunk_size: int) -> int:
 def states_shape(shape: Sequence[int], chunk_size: int, keep_states: bool) -> tuple[int, int, int, int]:
     """Return the shape of `forward`'s states for q of shape (B,T,R,H,D), one per group except the first.
 
-    Takes symbolic sizes. The first axis is the number of programs, also without states: `forward` takes its grid from it.
+    Takes symbolic sizes. `forward` takes its grid from the first axis, the number of programs, also without states.
     """
     B, T, R, H, D = shape
     tokens = chunk_size * group_chunks(D, chunk_size)
