@@ -1,6 +1,7 @@
 """Arguments of the operators around the scan, and their equations in plain PyTorch, differentiable by autograd.
 
-They compute in fp64 for fp64 inputs and in fp32 otherwise. Shape letters: B samples, T tokens, D width, F hidden width.
+They compute in fp64 for fp64 inputs and in fp32 otherwise. The tensors of each tuple stay in front, in the order of the
+gradients: backends take them by their places. Shape letters: B samples, T tokens, D width, F hidden width.
 """
 
 from typing import NamedTuple

@@ -40,7 +40,7 @@ class Arguments(NamedTuple):
 
     @property
     def out_dtype(self) -> torch.dtype:
-        """Return the dtype of the output (B,T,R,E)."""
+        """Return the dtype of the output (B,T,R,E). `CustomOp` asks for it by this name, else it takes u's dtype."""
         return compute_dtype(self.u.dtype) if self.full_precision else self.u.dtype
 
 

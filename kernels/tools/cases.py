@@ -127,7 +127,7 @@ class Cases:
     TYPICAL: Any  # for configs, repetition and torch.compile
     CASES: Sequence[Case]
     SHAPES: Sequence[Any]  # to time
-    COMPARED: Any  # the one of SHAPES at which there are goals
+    COMPARED: Any  # the one of SHAPES at which there are goals; `GOALS` of `repro.report.kernels` has it in words
     PEERS: Peers | None = None
 
     @functools.cached_property
