@@ -178,11 +178,12 @@ def learn_forward(
     Args:
         constant: a tuple of D elements, a multiple of 4, whose length the compiler knows.
         q, k, v: (B,T,R,H,D), each laid flat by `threads.lay_flat`, with its strides. lr: (B,T,H). scale: (R,n).
-        state: (R,H,D+1,D), W0 above b0, with rows of mean 0. gamma, mu: (R,H,D).
-        taps, tap_biases: (2,R,H,4,D) and (2,R,H,D), the causal convolutions that compute keys and queries from k; empty
-            if k and q are the keys and queries.
-        out: written, (B,T,R,H,D).
-        states: written, (B,R,H,segments,D+1,D), the states before all segments except the first; not written if empty.
+        state: (R,H,D+1,D), W0 above b0, with rows of mean 0: the output's norm subtracts no mean. gamma, mu: (R,H,D).
+        taps, tap_biases: (2,R,H,4,D) and (2,R,H,D), of the causal convolutions that compute keys and queries from k; or
+            no elements, where k and q are given as they are used.
+        out: (B,T,R,H,D), which is written.
+        states: (B,R,H,segments,D+1,D), the states before all segments except the first, which are written; or no
+            elements.
         back: (R,), 1 for a direction that starts with the last token, else 0.
         span: tokens of a segment, a multiple of the chunk.
     """
@@ -223,6 +224,7 @@ def learn_forward(
                 _take(constant, q, q_strides, b, r, h, origin, forth, n, Q)
             _take(constant, v, v_strides, b, r, h, origin, forth, n, V[:rows])
             for i in range(rows):
+                # the G of a padding row is not 0; a rate of 0 keeps it out of the state
                 rate[i] = lr[b, origin + forth * i, h] if i < n else nothing
             _apply(constant, S, X, 2 * rows, Y)
             _descend(constant, rows, K, V, weight, bias, ones, eps, Y, G, norms, along)
@@ -273,8 +275,9 @@ def learn_backward(
     """Compute the gradients of `learn_forward`, with the same tasks.
 
     A segment's chunks are run forward once more, and then backward. dout (laid flat by `threads.lay_flat`), dq, dk and
-    dv are (B,T,R,H,D). A gradient that sums over several tasks is written separately for each: drate (B,T,R,H), and by
-    image dscale (B,R,H,n), dstate (B,R,H,D+1,D), dgamma and dmu (B,R,H,D). Those by image must start with zeros.
+    dv are (B,T,R,H,D). Gradients to which several tasks add are written separately for each: drate (B,T,R,H), and by
+    image dscale (B,R,H,n), dstate (B,R,H,D+1,D), dgamma and dmu (B,R,H,D), which start with zeros. dstate also carries
+    the gradient of the state from a chunk to the one before it.
     """
     _, T, R, H, _ = dq.shape
     D, dtype = len(constant), dq.dtype
@@ -337,7 +340,7 @@ def learn_backward(
                 _multiply(constant, A, rows, G, rows, O)
                 for j in range(rows):  # backward through the output's LayerNorm
                     factor = one / np.sqrt(dot_rows(constant, O[j], O[j]) * share + eps)
-                    copy_row(constant, dO[j], dX[rows + j])
+                    copy_row(constant, dO[j], dX[rows + j])  # the residual Q has the gradient of the output itself
                     for c in range(D):
                         O[j, c] *= factor
                         of_weight[c] += dO[j, c] * O[j, c]
@@ -382,7 +385,7 @@ def learn_backward(
                         dX[i, c] = u[i, c] + last_rate * dP[i, c]
                     of_rate[i] = -scales[n - 1] * sum_rate
                     of_scale[n - 1] -= rate[i] * sum_rate
-                # backward through A
+                # backward through A, whose other elements are still 0 from `_mask`
                 _multiply_transposed(constant, dO, rows, G, rows, True, dA)
                 for j in range(rows):
                     for i in range(rows):

@@ -1,13 +1,15 @@
 """Shared parts of the loops that numba compiles for CPUs: one pass over memory where batched operations make many.
 
 A loop reads a few tokens at a time into the cache, in whole rows, the order of memory. It then goes through blocks of
-channels, whose states stay in the cache. LLVM vectorises the innermost loops over channels only while they use few
-arrays, since it has to check at run time that these do not overlap. It may reassociate sums, but must assume that NaN
-and infinity occur. Tasks write disjoint memory, and the result does not depend on the number of threads.
+channels, whose states stay in the cache. LLVM vectorises the innermost loops over channels as long as they use few
+arrays, since it has to check at run time that these do not overlap. Sums may be reassociated, but nothing is assumed
+about NaN and infinity. Tasks write disjoint memory. The number of threads changes no result but the last bits of the
+selective scan's dB and dC, which are sums over the channels of a task and then over tasks.
 
 The loops are in `cpu_scan`, `cpu_wkv`, `cpu_learner` and `cpu_around`. Arrays are contiguous, of one dtype, fp32 or
-fp64. An argument `constant` is a tuple as long as a row, since the compiler knows a tuple's length. The shape letters
-are those of the operators' references.
+fp64. Indices are not checked: a loop reads and writes beyond the end of an array that is too small. An argument
+`constant` is a tuple whose length, which the compiler knows, is the length of a row. Shape letters as in the operators'
+references.
 """
 
 import hashlib
@@ -45,8 +47,11 @@ THREADS = dict.fromkeys(
 class Loop:
     """A loop over tasks, `function(first, last, *constants, *arguments)`, compiled at its first call, without the GIL.
 
-    numba's cache finds a function by its file and name. The name therefore gets the hashes of the loop's file and of
-    this file, whose functions are inlined, so that a change of either file compiles the loop again.
+    numba's cache finds a function by its file and name. The name therefore gets hashes of the loop's file and of this
+    one, whose functions are inlined: a change of either compiles the loop again.
+
+    The hashes leave out values and functions from any third file. After a change of `bi_wkv.reference.EMPTY` the cache
+    would return loops of `cpu_wkv` with the old value until `cpu_wkv.py` itself changes.
     """
 
     def __init__(self, function: Callable) -> None:
@@ -59,8 +64,11 @@ class Loop:
     def share(self, parts: int, tasks: int, constants: Sequence[tuple[Any, ...]], arguments: Sequence[Any]) -> None:
         """Run the tasks on `parts` threads, each with a part of the tasks.
 
-        The constants are tuples whose lengths the compiler knows. numba passes no tuples to its threads, so the
-        constants are globals of the call. All arrays of floats have one dtype.
+        The constants are tuples whose lengths the compiler knows. numba passes no tuples to its threads; they are
+        globals of the call. All arrays of floats have one dtype.
+
+        A compiled call is kept by the lengths and the dtype alone. A loop must therefore not read the elements of a
+        constant, and an array without elements must have as many axes as one with them.
         """
         dtype = next(each.dtype for each in arguments if isinstance(each, np.ndarray) and each.dtype.kind == "f")
         key = (*map(len, constants), dtype)
@@ -89,7 +97,7 @@ def _go_through(address, parts, tasks, *arguments):
 
 @intrinsic
 def _call_loop(context: Any, address: Any, first: Any, last: Any, arguments: Any) -> Any:
-    """Call a compiled loop, which returns nothing, by its address."""
+    """Call a compiled loop by its address. It returns nothing and must raise nothing, since its status is dropped."""
     own = (numba.intp, numba.intp, *arguments.types)
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:

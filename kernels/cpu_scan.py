@@ -93,8 +93,8 @@ def scan_backward(
 ):
     """Compute the gradients of `scan_forward`, with the same tasks; dout: (B,T,R,E).
 
-    A gradient that sums over several tasks is written separately for each: du, ddelta (B,T,R,E), dA (B,R,N,E), dB and
-    dC (spans,B,T,R,N), dD and dbias (B,R,E), dz (B,T,R,E), which is empty without z.
+    Gradients to which several tasks add are written separately for each: du, ddelta (B,T,R,E), dA (B,R,N,E), dB and dC
+    (spans,B,T,R,N), dD and dbias (B,R,E), dz (B,T,R,E) or no elements. dA is the gradient of A, not of `exponents`.
     """
     _, T, R, E = delta.shape
     N, K, dtype = exponents.shape[1], u.shape[2], delta.dtype
@@ -142,7 +142,7 @@ def scan_backward(
                 dB[number, b, t, r, :], dC[number, b, t, r, :] = 0, 0
             for block, e in enumerate(range(start, end, BLOCK)):
                 until = min(e + BLOCK, end)
-                h[0] = 0
+                h[0] = 0  # in any group: no state is loaded for channels beyond `end`, which enter sums over channels
                 if group:
                     for n in range(N):
                         for c in range(until - e):

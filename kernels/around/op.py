@@ -206,6 +206,11 @@ def _register(
     macs: Callable[[Any], int],
     has_loops: bool = True,
 ) -> CustomOp:
+    """Register the operator `name`, with its `formula`, the shape of its output, and its multiply-adds.
+
+    Its kernels and its loop are the functions of that name in `triton_fwd`, `triton_bwd` and `numba_path`. The
+    cases of the tools find the operator in this module by the name in capitals.
+    """
     return CustomOp(
         name,
         arguments,

@@ -1,6 +1,7 @@
 """Arguments of the operators around the scan, and their equations in plain PyTorch, differentiable by autograd.
 
-They compute in fp64 for fp64 inputs and in fp32 otherwise. Shape letters: B samples, T tokens, D width, F hidden width.
+They compute in fp64 for fp64 inputs and in fp32 otherwise. The tensors of each tuple stay in front, in the order of the
+gradients: backends take them by their places. Shape letters: B samples, T tokens, D width, F hidden width.
 """
 
 from typing import NamedTuple
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from ..dispatch import compute_dtype
 
-TAPS = 4  # tokens in the window of a causal convolution
+TAPS = 4  # tokens in the window of a causal convolution; the kernels and `cpu_learner` have the four taps written out
 # columns of ones that `gated_linear` appends: eight two-byte numbers keep the rows aligned to 16 bytes, as matrix
 # products on a GPU want them
 ONES = 8

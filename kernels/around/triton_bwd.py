@@ -351,6 +351,7 @@ def sum_scan_convs(dk: Tensor, dq: Tensor, x: ScanConvs, dx: Tensor, config: tri
     """Write the gradient of x to dx, whose rows may be longer than x's 2D numbers; return those of the parameters.
 
     They are (10,2D) in fp32: k's four taps, q's four taps, k's bias, q's bias.
+    The tokens of dx must lie dx.stride(1) apart over all images, not only within one; this is not checked.
     """
     B, T, E = x.x.shape
     given, rows = as_rows(x.x)
@@ -378,6 +379,7 @@ def sum_gated_norm(
     """Write the gradient of gate to dgate, whose rows may be longer than D; return those of z, weight and bias.
 
     That of z has z's shape and dtype; those of weight and bias are (2,D) in fp32.
+    The tokens of dgate must lie dgate.stride(1) apart over all images, not only within one; this is not checked.
     """
     B, T, D = x.gate.shape
     gate, rows = as_rows(x.gate)

@@ -21,7 +21,10 @@ _LEAST_TOKENS = 32  # fewest tokens of a program of the causal convolutions
 
 @triton.jit
 def normalise(y, D: tl.constexpr, inside, eps):
-    """Return the rows of y with mean 0 and variance 1 over the D channels that are `inside`, and 1/σ."""
+    """Return the rows of y with mean 0 and variance 1 over the D channels that are `inside`, and 1/σ.
+
+    y must be 0 in the channels beyond D: the sum for the mean goes over whole rows.
+    """
     x = tl.where(inside, y - (tl.sum(y, 1) / D)[:, None], 0.0)
     rstd = tl.rsqrt(tl.sum(x * x, 1) / D + eps)
     return x * rstd[:, None], rstd
@@ -352,7 +355,7 @@ def conv_norm(x: ConvNorm, config: triton.Config | None = None) -> Tensor:
 
 
 def write_conv_norm(x: ConvNorm, y: Tensor, out: Tensor, config: triton.Config | None = None) -> None:
-    """Write the sum to y and its norm to out, both (B,T,D) and each in its own dtype."""
+    """Write the sum to y and its norm to out, both (B,T,D), contiguous, and each in its own dtype."""
     B, T, D = x.tokens.shape
     tokens = x.tokens.contiguous()
     width = T // x.height

@@ -14,7 +14,7 @@ from .reference import EMPTY, Arguments, check_decay
 def states_shape(shape: Sequence[int], keep_states: bool) -> tuple[int, ...]:
     """Return the shape of `forward`'s states for k (B,T,C): exponent and sum of an output's weights, and the output.
 
-    Takes symbolic sizes.
+    Takes symbolic sizes. Without states it has as many axes, see `cpu_loops.Loop.share`.
     """
     B, T, C = shape
     return (B, T, 3, C) if keep_states else (0, 0, 0, 0)
@@ -29,7 +29,10 @@ def forward(x: Arguments, keep_states: bool) -> tuple[Tensor, Tensor]:
 
 
 def backward(dout: Tensor, out: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of w, u, k, v, each in its input's shape and dtype, from dout and `forward`'s results."""
+    """Return the gradients of w, u, k, v, each in its input's shape and dtype, from dout and `forward`'s results.
+
+    `out` is not read: it is rounded to k's dtype, and `states` has it in the compute dtype.
+    """
     w, u, k, v = _arrays(x)
     dw, du = (k.new_empty(len(k), len(w)) for _ in range(2))
     dk, dv = torch.empty_like(k), torch.empty_like(v)

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from ..dispatch import compute_dtype
 
-EMPTY = -1e30  # exponent of an empty sum: finite, since the difference of two must be 0 and not NaN
+# exponent of an empty sum: finite, since the difference of two must be 0 and not NaN. The bound of |u| and |k| in
+# `op.bi_wkv` must stay well below its size. numba's cache ignores a change of it, see `cpu_loops.Loop`
+EMPTY = -1e30
 LARGEST = 1e7  # bound of |w| T, the largest difference of exponents: fp32 numbers up to it lie at most 1 apart
 
 

@@ -44,7 +44,10 @@ def states_shape(shape: Sequence[int], keep_states: bool) -> tuple[int, ...]:
 
 
 def forward(x: Arguments, keep_states: bool) -> tuple[Tensor, Tensor]:
-    """Return out (B,T,C) in k's dtype, and states of shape `states_shape`."""
+    """Return out (B,T,C) in k's dtype, and states of shape `states_shape`.
+
+    Results are contiguous for any strides of k, here and in `backward`: the fake kernels of `CustomOp` promise it.
+    """
     out = torch.empty_like(x.k, memory_format=torch.contiguous_format)
     for here in _blocks(x.k.shape):
         w, u, tokens = _tokens(x, here)

@@ -67,7 +67,7 @@ def backward_kernel(
     """
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     there = c < C
-    w = load_decay(w_ptr, c, there, T)
+    w = load_decay(w_ptr, c, there, T)  # with T of the whole sequence, which is cut to a segment below
     u = tl.load(u_ptr + c, mask=there, other=0.0) * LOG2E
     part = tl.program_id(0).to(tl.int64)
     start = part * T * C + c

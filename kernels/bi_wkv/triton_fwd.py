@@ -145,7 +145,7 @@ def forward_kernel(
     """
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     there = c < C
-    w = load_decay(w_ptr, c, there, T)
+    w = load_decay(w_ptr, c, there, T)  # with T of the whole sequence, which is cut to a segment below
     u = tl.load(u_ptr + c, mask=there, other=0.0) * LOG2E
     start = tl.program_id(0).to(tl.int64) * T * C + c
     part = tl.program_id(0).to(tl.int64)
@@ -209,7 +209,10 @@ def states_shape(shape: Sequence[int], keep_states: bool) -> tuple[int, ...]:
 
 
 def configs(dtype: torch.dtype | None = None) -> list[triton.Config]:
-    """Return the candidates of both kernels, for k of any dtype; the first is the default, which runs untuned."""
+    """Return the candidates of both kernels, for k of any dtype; the first is the default, which runs untuned.
+
+    BLOCK_T must not depend on the dtype: `launch_segments` sizes scratch memory by these configs without it.
+    """
     return [config_of(8, 1), config_of(8, 2), config_of(8, 1, channels=2), config_of(4, 1, channels=2)]
 
 

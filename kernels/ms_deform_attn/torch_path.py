@@ -16,7 +16,7 @@ from .reference import Arguments
 
 
 def forward(x: Arguments) -> Tensor:
-    """Return out (B,Q,M,C) in value's dtype."""
+    """Return out (B,Q,M,C) in value's dtype, contiguous, as the fake kernel of `CustomOp` promises."""
     B, Q, M = x.locations.shape[:3]
     out_NCQ = None
     for map_NChw, grid_NQP2, weight_NQP in _levels(x):

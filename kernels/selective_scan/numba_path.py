@@ -78,7 +78,7 @@ def _blocks(shape: Sequence[int]) -> list[slice]:
 
 
 class _Part:
-    """Arguments of the loops for some images: contiguous arrays in the compute dtype, and A as (R,N,E)."""
+    """Arguments of the loops, in their order, for some images: contiguous in the compute dtype, and A as (R,N,E)."""
 
     def __init__(self, x: Arguments, images: slice):
         dtype = compute_dtype(x.u.dtype)

@@ -181,7 +181,8 @@ def _reference(x: Arguments) -> Tensor:
 def _check(op, routes, u, delta, A, B, C, D, z, delta_bias, full_precision):
     """Raise a TypeError or ValueError that names the argument, its value and the expected one.
 
-    `routes` is the shape of the route axis: (R,), or () for `selective_scan`, which has no such axis.
+    `routes` is the shape of the route axis: (R,), or () for `selective_scan`, which has no such axis. `op` is the
+    public name: for `selective_scan_routes` alone u may have fewer sequences than routes.
     """
     tensors = {"u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "delta_bias": delta_bias}
     if z is not None:
@@ -241,6 +242,7 @@ CUSTOM_OP = CustomOp(
         x.delta.shape,
         module.states_shape(x.delta.shape, x.A.shape[-1], keep_states),
     ),
+    # for the counts of FLOPs `CustomOp` passes x with shapes in place of tensors
     forward_flops=lambda x: forward_flops(x.delta, x.A[-1]),
     backward_flops=lambda x: backward_flops(x.delta, x.A[-1]),
 )

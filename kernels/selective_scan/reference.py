@@ -23,6 +23,8 @@ class Arguments(NamedTuple):
     u: (B,T,K,E), where K divides R: route r scans the sequence u[:, :, r mod K]. delta: (B,T,R,E), u's dtype. A:
     (R,E,N). B, C: (B,T,R,N). D, delta_bias: (R,E). z: (B,T,E), shared by the routes, or None. reverse: R flags; a route
     with True is scanned from the last token. full_precision: whether the output is left in the compute dtype.
+
+    Backends take the tensors by their places, and return the gradients in this order.
     """
 
     u: Tensor
@@ -38,7 +40,7 @@ class Arguments(NamedTuple):
 
     @property
     def out_dtype(self) -> torch.dtype:
-        """Return the dtype of the output (B,T,R,E)."""
+        """Return the dtype of the output (B,T,R,E). `CustomOp` asks for it by this name, else it takes u's dtype."""
         return compute_dtype(self.u.dtype) if self.full_precision else self.u.dtype
 
 

@@ -65,7 +65,8 @@ def backward(dout: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor | None,
     `dout` is (B,T,R,E), `states` those of `forward`.
     """
     shape, dtype = x.delta.shape, states.dtype
-    # gradients of tensors that routes share, u and z, are summed over the routes before they are rounded
+    # gradients of tensors that routes share, u and z, are summed over the routes before they are rounded; results are
+    # contiguous for any strides of the inputs, as the fake kernels of `CustomOp` promise
     ddelta, dB, dC = (torch.empty_like(each, memory_format=torch.contiguous_format) for each in (x.delta, x.B, x.C))
     du, dz = (states.new_empty(shape) for _ in range(2))
     dA, dD, dbias = (states.new_zeros(each.shape) for each in (x.A.mT, x.D, x.delta_bias))
@@ -90,6 +91,7 @@ def backward(dout: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor | None,
             carry = a[:, 0] * g[:, 0]
             dinput = _over_states(tile.B, g)
             _put(dB, images, tokens, x.reverse, _over_channels(g, step * tile.u))
+            # a is overwritten here, and g by `out=g` below: everything that reads them comes before
             p = a.mul_(g)
             p[:, 0] *= start
             p[:, 1:] *= h[:, :-1]
@@ -105,7 +107,11 @@ def backward(dout: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor | None,
 
 
 def _tile_sizes(shape: Sequence[int], state_dim: int) -> tuple[int, int]:
-    """Return the images and the tokens of a tile."""
+    """Return the images and the tokens of a tile.
+
+    They must follow from these sizes alone. Both passes and the fake kernel compute them anew, and the backward pass
+    finds a kept state by the number of its tile.
+    """
     B, T, R, E = shape
     token = R * E * state_dim
     images = torch.sym_min(B, torch.sym_max(1, _STEP_ELEMENTS // token))

@@ -29,10 +29,12 @@ from ..triton_launch import ceil_div, direction_bits, dtype_obstacle, launch
 from ..triton_math import LOG2E, invert, sigmoid
 from .reference import Arguments
 
-STATE_DIMS = 1, 8, 16, 32
+STATE_DIMS = 1, 8, 16, 32  # each has an entry in AHEAD_OF_ENDS, which is read for long sequences of few images alone
 DTYPES = torch.float32, torch.float16, torch.bfloat16
 BLOCK = 32  # channels of a program
-GROUP = 64  # tokens from one kept state to the next: N / 64 of the memory of an fp32 activation
+# tokens from one kept state to the next: N / 64 of the memory of an fp32 activation. It is a multiple of `ahead` and of
+# the backward pass's `span`: the kernels go through a group in steps of these
+GROUP = 64
 AHEAD_OF_ONE_STATE = 8  # tokens that are loaded at once where N is 1, see `ahead`
 AHEAD_OF_ENDS = {
     1: 8,

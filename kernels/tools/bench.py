@@ -26,7 +26,8 @@ from .check import failure
 FORWARD, BOTH_PASSES = "forward", "forward+backward"
 
 OURS = ("copy", "triton", "torch")
-MEMORY = "memory of both passes"  # in place of the passes, in rows that are not timed
+# in place of the passes, in rows that are not timed; `repro.bench.kernels.find_memory_ratio` has this text written out
+MEMORY = "memory of both passes"
 # a step of `planned`: the sizes, the passes, and the name of the implementation
 _Step = tuple[Sizes, str, str]
 WARMUP_MS, REPEAT_MS, MIN_SAMPLES = 100, 400, 10
@@ -35,7 +36,8 @@ WARMUP_MS, REPEAT_MS, MIN_SAMPLES = 100, 400, 10
 def planned(cases: Cases, compared: bool = False) -> dict[str, _Step]:
     """Return the steps that are timed of an operator, in order, by their `step_key`.
 
-    With `compared` these are only those of the shape at which there are goals.
+    At each shape the copy comes first: `measure` compares the other steps with its row. With `compared` these are only
+    the steps of the shape at which there are goals.
     """
     shapes = [cases.COMPARED] if compared else cases.SHAPES
     return {
@@ -76,7 +78,7 @@ def measure(
     try:
         is_copy = name == "copy"
         call = copy_step(row["bytes"], device) if is_copy else op_step(cases, sizes, name, passes, device)
-        call()  # compiles and tunes
+        call()  # compiles and tunes, which takes memory that the peak must not include
         peak = peak_mib(call, device)
         copied = find(step_key(cases, sizes, passes, "copy")) or {}
         return _filled(row, times(call), copied.get("median_ms"), peak)

@@ -26,7 +26,12 @@ IMAGE_TOKENS = (196, 784, 1600, 4096, 6400)  # 224, 448, 640, 1024 and 1280 pixe
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes of a case: B samples, T tokens, and those that an operator adds."""
+    """Sizes of a case: B samples, T tokens, and those that an operator adds.
+
+    The fields identify measured rows, see `bench.row_key`: files that were written before a new field cannot be read.
+    Fields by which `Cases.SHAPES` differ must also be in `_PRINTED` of `repro.bench.kernels` and in `tabulate_times` of
+    `repro.report.kernels`. Rows that these two cannot tell apart replace each other there.
+    """
 
     batch: int = BATCH
     tokens: int
@@ -122,7 +127,7 @@ class Cases:
     TYPICAL: Any  # for configs, repetition and torch.compile
     CASES: Sequence[Case]
     SHAPES: Sequence[Any]  # to time
-    COMPARED: Any  # the one of SHAPES at which there are goals
+    COMPARED: Any  # the one of SHAPES at which there are goals; `GOALS` of `repro.report.kernels` has it in words
     PEERS: Peers | None = None
 
     @functools.cached_property

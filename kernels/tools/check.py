@@ -77,7 +77,10 @@ def run_kernels(
 
 @functools.lru_cache(maxsize=16)
 def draw_case(cases: Cases, sizes: Sizes, seed: int, device: Any = "cpu") -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Return the inputs and dout, and the reference's output and gradients, all in fp64."""
+    """Return the inputs and dout, and the reference's output and gradients, all in fp64.
+
+    Later calls return the same tensors, so callers must neither write to them nor set `requires_grad`.
+    """
     inputs = cases.draw(seed, sizes, device)
     return inputs, differentiate(cases, inputs, sizes, "reference")
 
@@ -185,7 +188,11 @@ def check_one(
 
 
 def planned(cases: Cases, device: Any) -> Iterator[Check]:
-    """Yield every check of an operator that this device can run, see `Check`."""
+    """Yield every check of an operator that this device can run, see `Check`.
+
+    Their order is the same in every process and call: `repro.bench.kernels` passes a check to a worker by its number,
+    and continues an interrupted call with the numbers that it lacks.
+    """
     interpreted = triton_launch.INTERPRETED
     dtypes = [name for name in DTYPES if not (interpreted and name == "bf16")]
 

@@ -97,7 +97,7 @@ def list_configs(dtype: torch.dtype) -> tuple[list[Any], list[Any]]:
     """Return the configs of the forward and of the backward pass, each of which `check` compares with the reference.
 
     They are those for chunks of 16 tokens: first of one launch, then pairs for two launches, in which each candidate
-    stands once. The two phases have equally many candidates.
+    stands once. The two phases have equally many candidates, and so have the two passes; `map` would drop others.
     """
     fwd, bwd, sizes = triton_phases, triton_bwd, (dtype, 16)
     phases = map(fwd.TwoPhases, fwd.state_configs(*sizes), fwd.output_configs(*sizes))

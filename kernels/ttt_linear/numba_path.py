@@ -30,7 +30,7 @@ def run_learn(
     """Return out (B,T,R,H,D) of shape `shape` and states of shape `kept`.
 
     `given` has the tensors of `_prepare` and then the taps of `lay_taps`, or taps without elements; `options` is that
-    of `find_options`.
+    of `find_options`. `kept` is `states_shape` for the T and chunk size of the options, or has no elements.
     """
     out, states = given[3].new_empty(shape), given[3].new_empty(kept)
     _run(learn_forward, shape, *given, out, states, *options)
@@ -70,7 +70,7 @@ def _prepare(x: Arguments) -> tuple[list[Any], tuple[Any, ...]]:
 def join_state(W: Tensor, b: Tensor) -> Tensor:
     """Return the start state (R,H,D+1,D): W with b below it.
 
-    The mean of each row is subtracted, since the LayerNorms do not see it.
+    The mean of each row is subtracted. The LayerNorms do not see it, and the loop's norm of an output subtracts none.
     """
     state = torch.cat([W, b.unsqueeze(-2)], -2)
     return (state - state.mean(-1, keepdim=True)).contiguous()

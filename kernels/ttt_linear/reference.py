@@ -23,6 +23,8 @@ class Arguments(NamedTuple):
 
     q, k, v: (B,T,R,H,D), of one dtype. lr: (B,T,H), shared by the directions. token_scale: (R,chunk_size). W0:
     (R,H,D,D). b0, ln_weight, ln_bias: (R,H,D). reverse: R flags; a direction with True is scanned from the last token.
+
+    The tensors stay in front: backends take them by their places, and return the gradients in this order.
     """
 
     q: Tensor

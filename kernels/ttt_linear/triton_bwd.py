@@ -360,7 +360,7 @@ def backward(
     def fp32(*shape: int) -> Tensor:
         return q.new_empty(shape, dtype=torch.float32)
 
-    # addresses by v's own strides would cost registers here, and spill
+    # addresses by v's own strides would cost registers here, and spill; dv has the layout of this copy
     arguments["v_ptr"] = x.v.contiguous()
     dq, dk, dv = (torch.empty_like(arguments[f"{name}_ptr"]) for name in "qkv")
     dlr, dW0, db0 = fp32(B, T, R, H), fp32(B, R, H, D, D), fp32(B, R, H, D)

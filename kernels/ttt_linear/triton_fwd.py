@@ -56,6 +56,7 @@ def start_state(W_ptr, b_ptr, D: tl.constexpr):
     """Return ST (D,D) and β (D,), with mean 0 over the outputs, in fp32.
 
     They are loaded from a state W (D inputs, D outputs) and β in memory, both fp32.
+    The kernels rely on the mean 0: their norm of O subtracts no mean.
     """
     d = tl.arange(0, D)
     ST = tl.trans(tl.load(W_ptr + d[:, None] * D + d[None, :]))
@@ -199,6 +200,7 @@ def group_chunks(width: int, chunk_size: int) -> int:
     """Return the chunks of a group, a power of two.
 
     A group has at least 2·width tokens: the kept states take less than 0.3 of the memory of q, k, v and out.
+    It has at least four chunks, since with chunks of 16 tokens `triton_phases` needs whole blocks of ROWS = 64 tokens.
     """
     return max(4, 2 * width // chunk_size)
 
@@ -206,7 +208,7 @@ def group_chunks(width: int, chunk_size: int) -> int:
 def states_shape(shape: Sequence[int], chunk_size: int, keep_states: bool) -> tuple[int, int, int, int]:
     """Return the shape of `forward`'s states for q of shape (B,T,R,H,D), one per group except the first.
 
-    Takes symbolic sizes.
+    Takes symbolic sizes. `forward` takes its grid from the first axis, the number of programs, also without states.
     """
     B, T, R, H, D = shape
     tokens = chunk_size * group_chunks(D, chunk_size)
