@@ -10,7 +10,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,6 @@ _PRETRAINED_CONFIGS = "pretrained_cfg", "pretrained_cfg_overlay"
 _logger = logging.getLogger(__name__)
 
 
-@runtime_checkable
 class PlainBackbone(Protocol):
     """A non-hierarchical backbone whose tokens other modules can change between two blocks.
 
@@ -36,8 +35,8 @@ class PlainBackbone(Protocol):
     `prefix_positions(h·w)` lists the positions of the class tokens in ascending order; a module between blocks must
     change only the other tokens.
 
-    `isinstance` checks only that these names exist. `pyramid.build_pyramid` asks for them first, so a hierarchical
-    model must not have all of them.
+    `is_plain` checks only that these names exist. `pyramid.build_pyramid` asks for them first, so a hierarchical model
+    must not have all of them.
     """
 
     embed_dim: int
@@ -48,6 +47,15 @@ class PlainBackbone(Protocol):
     def embed(self, x: Tensor) -> tuple[Tensor, Grid]: ...
 
     def prefix_positions(self, num_patches: int) -> tuple[int, ...]: ...
+
+
+def is_plain(model: nn.Module) -> bool:
+    """Return whether a model has the names of `PlainBackbone`.
+
+    From Python 3.12 on, `isinstance` of a protocol does not find a module's submodules and parameters.
+    """
+    names = *PlainBackbone.__annotations__, "embed", "prefix_positions"
+    return all(hasattr(model, name) for name in names)
 
 
 class Backbone(ImageModel):

@@ -78,7 +78,8 @@ class InnerMixer(nn.Module):
         start: initial inner weights; `identity` sets the last one to I.
 
     Raises:
-        ValueError: `start` is `identity` and the last inner weight is not a square matrix.
+        ValueError: `start` is `identity` and the last inner weight is not a square matrix, or the learner's rate is
+            `per_weight`.
     """
 
     def __init__(
@@ -99,6 +100,8 @@ class InnerMixer(nn.Module):
         self.loop = found if isinstance(found, InnerLoop) else None
         self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
         has_rate = self.loop is not None and self.loop.rate == "dynamic"
+        if self.loop is not None and self.loop.rate == "per_weight":
+            raise ValueError("inner_rate per_weight: this mixer gives no rate for each weight; take fixed or dynamic")
         self.rate = nn.Linear(dim, num_heads, bias=False) if has_rate else None
         self.key_norm = KeyNorm(key_norm)
         for name in "qkv":

@@ -11,14 +11,15 @@ from .backbone import register_sizes
 from .reading import Reading
 from .ttt_mixer import Step
 from .vittt import Vittt
-from .vittt_block import EPS
+from .vittt_block import EPS, Pool
 
 
 class VitttLadder(Vittt):
     """Vittt with the inner learner of one step of the ablation chain; see `Vittt` for the arguments."""
 
-    def __init__(self, *, step: Step = "own", **kwargs: Any):
-        super().__init__(step=step, **kwargs)
+    def __init__(self, *, step: Step = "own", pool: Pool = "mean", **kwargs: Any):
+        # `pool` is named, since timm's `global_pool` becomes it in classes whose signature has it
+        super().__init__(step=step, pool=pool, **kwargs)
         options = {"design": self.design, "chunk_size": self.chunk_size, "w0": self.w0, "eps": EPS, "step": step}
         if self.reading != Reading():
             options["reading"] = self.reading

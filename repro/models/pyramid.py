@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..core.errors import UserError
 from .adapter import STRIDES, AdapterSize, ClasslessViT, Features, Pyramid, ViTAdapter, pad_to_stride
-from .backbone import PlainBackbone
+from .backbone import is_plain
 from .checkpoints import Checkpoint, require_same_architecture
 from .hierarchy import Hierarchy
 from .registry import build_model
@@ -129,7 +129,7 @@ def build_pyramid(
     try:
         if isinstance(model, VisionTransformer):
             model = ClasslessViT(model)
-        if isinstance(model, PlainBackbone):
+        if is_plain(model):
             adapter = {"features": features, "final_norm": final_norm, "drop_path_rate": drop_path_rate, "size": size}
             pyramid = ViTAdapter(model, freeze_backbone=freeze_backbone, **adapter)
         elif final_norm:

@@ -9,7 +9,7 @@ import timm
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from repro.models.backbone import PlainBackbone, remove_tokens
+from repro.models.backbone import is_plain, remove_tokens
 from repro.models.hierarchy import Hierarchy
 from repro.training.optim import build_optimizer
 from repro.training.params import OptimParams
@@ -65,7 +65,7 @@ def test_any_grid_and_the_protocol(family, options):
     """Running the parts one by one equals running the model, and intermediates are the tokens between its blocks."""
     model, grid = shaken(nano(family, **options)), (4, 7)
     image = torch.randn(2, 3, 64, 112)
-    assert isinstance(model, PlainBackbone)
+    assert is_plain(model)
     positions = model.prefix_positions(28)
     with torch.no_grad():
         assert model(image[..., :16, :16]).isfinite().all()  # a single patch
@@ -88,13 +88,21 @@ def test_sizes_off_the_patch_grid_are_refused(family, size):
         shaken(nano(family, depth=1))(torch.randn(1, 3, *size))
 
 
+def test_parts_that_are_modules_count_as_parts():
+    """As in Python 3.12 and newer, where `isinstance` of a protocol looks into a module's __dict__ alone."""
+    plain = nano("vittt")
+    assert not {"blocks", "norm"} & vars(plain).keys() and is_plain(plain)
+    del plain.norm
+    assert not is_plain(plain)
+
+
 @each_hierarchy
 @pytest.mark.parametrize("size", [(32, 32), (33, 95)])
 def test_any_size_and_the_maps_of_a_hierarchy(family, size):
     """Grids are rounded up; the stages one by one equal the model, and the maps are those before each downsampling."""
     model, image = shaken(nano(family)), torch.randn(2, 3, *size)
     grids = [tuple(-(-side // stride) for side in size) for stride in (4, 8, 16, 32)]
-    assert isinstance(model, Hierarchy) and not isinstance(model, PlainBackbone) and model.grids_of(*size) == grids
+    assert isinstance(model, Hierarchy) and not is_plain(model) and model.grids_of(*size) == grids
     with torch.no_grad():
         final, maps = model.forward_intermediates(image)
         x = model.patch_embed(image)

@@ -110,6 +110,7 @@ OPTIONS = (
     {"direction": "ascent"},
     {"scale": 0.3},
     {"q_is_k": True},
+    {"model": "mlp", "depth": 3, "only": (2,)},
     *({"order": order} for order in ("before", "after", "end")),
 )
 

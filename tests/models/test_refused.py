@@ -34,6 +34,7 @@ NANOS = [
     ("study", {"mixer": "softmax", "inner_lr": 2.0}, "mixer softmax: has no inner learner"),
     ("study", {"inner_model": "dwconv", "inner_start": "identity"}, "last weight of dwconv at width 1 is no square"),
     ("study", {"inner_width": 2, "inner_start": "identity"}, "last weight of mlp at width 2 is no square matrix"),
+    ("study", {"inner_rate": "per_weight"}, "inner_rate per_weight: this mixer gives no rate for each weight"),
     ("study", {"inner_model": "gru"}, "inner model 'gru': not known"),
     ("t5", {"inner": "3layers"}, "inner '3layers': not known; did you mean '3layer'?"),
     ("t5", {"key_norm": "kin"}, "key_norm 'kin': not known"),

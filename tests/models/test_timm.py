@@ -72,6 +72,12 @@ def test_class_tokens_of_vittt_are_timms_token():
     assert patches.shape == (2, 81, 64) and prefix.shape == (2, 1, 64)
 
 
+@pytest.mark.parametrize(("global_pool", "pool"), [("avg", "mean"), ("token", "mid"), ("max", "max")])
+@pytest.mark.parametrize("name", ["vittt_nano_patch16_144", "ladder_vittt_nano_patch16_144"])
+def test_timms_name_of_a_pool_is_an_option_of_the_base_class_too(name, global_pool, pool):
+    assert build(name, global_pool=global_pool).pool == pool
+
+
 @each_own
 def test_intermediate_layers(name):
     model = build(name)

@@ -32,6 +32,14 @@ def test_a_decay_that_rounds_exponents_away_fills_its_channel():
     assert bi_wkv(w, u, k, v, backend="triton").isnan().all((0, 1)).tolist() == [False, True, False]
 
 
+def test_a_short_last_segment_has_as_many_tokens_for_the_bound_of_the_decay(monkeypatch):
+    """At 33 tokens |w| T is 8.25e6, within the bound of 1e7; at the 48 of three whole segments it would not be."""
+    monkeypatch.setattr(triton_fwd, "SEGMENT", 16)
+    w, u, k, v, _ = (x.float() for x in draw(0, Sizes(batch=1, tokens=33, channels=3)))
+    w[1] = 2.5e5
+    assert bi_wkv(w, u, k, v, backend="triton").isfinite().all()
+
+
 @pytest.mark.parametrize("tokens", [33, *map(slow, (32, 79))])
 @pytest.mark.parametrize(("decay", "keys", "limit"), [(0.0, 1.0, 1e-5), slow(0.3, 1000.0, 5e-3), slow(3.0, 20.0, 2e-4)])
 def test_sequences_that_are_cut_into_segments(tokens, decay, keys, limit, monkeypatch):
