@@ -139,6 +139,7 @@ class Planner:
         found, micro_batch = [], min(self.micro_batch or params.batch_size, params.batch_size)
         wanted = json.loads(json.dumps(describe_speed(params, micro_batch)))  # lists for tuples, as in a record
         key = self.results.model_key(wanted, params.model)
+        recomputes = wanted["keeps"]["recompute_blocks"]
         near = _CLASSIFIERS if stage in _CLASSIFIERS else (stage,)
         for source in self.results.sources:
             metrics, rate = source.metrics, source.metrics.get("throughput_img_per_s")
@@ -146,15 +147,18 @@ class Planner:
             if not rate or "transform" not in metrics or not self._is_here(source.device):
                 continue
             section, dtype = source.path.split("/")[-2], source.identity.get("dtype")
+            # an older record does not have every name that `keeps` has now
+            kept, keeps = ({key for key, is_kept in each["keeps"].items() if is_kept} for each in (metrics, wanted))
             is_same = metrics["transform"] == wanted["transform"] and params.precision in ("auto", dtype)
+            is_same &= ("recompute_blocks" in kept) == recomputes  # it takes time, too
             if section in near and is_same and self.results.model_key(metrics, source.path) == key:
-                held = all(metrics[name] == wanted[name] for name in ("micro_batch", "keeps")) and section == stage
+                held = metrics["micro_batch"] == wanted["micro_batch"] and kept == keeps and section == stage
                 found.append(_measured(rate / metrics["processes"], held and metrics["peak_memory_mib"], source))
         side = getattr(params.transform, "image_size", None)
         for row, source in (each for rows in self.results.speed_rows.values() for each in rows):
             if (row["mode"], row["status"], row["image_size"]) != ("train", "ok", [side, side]):
                 continue
-            is_same = row["batch_size"] == micro_batch and params.precision in ("auto", row["dtype"])
+            is_same = row["batch_size"] == micro_batch and params.precision in ("auto", row["dtype"]) and not recomputes
             if is_same and self._is_here(row["device"]) and self.results.model_key(row, source.path) == key:
                 held = not any(wanted["keeps"].values())
                 found.append(_measured(row["throughput_img_per_s"], held and row["peak_memory_mib"], source))

@@ -17,6 +17,7 @@ import dataclasses
 import itertools
 import os
 import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -289,7 +290,11 @@ def _read_archives(archives: list[Path], report: Reporter, kind: Kind) -> tuple[
     """
     folder, suffixes = archives[0].parent, _suffixes_of(kind)
     stamp = np.array(
-        [(_RULES, 0), *((path.stat().st_size, path.stat().st_mtime_ns) for path in archives)], dtype=np.int64
+        [
+            (_RULES, zlib.crc32(kind.name.encode())),
+            *((path.stat().st_size, path.stat().st_mtime_ns) for path in archives),
+        ],
+        dtype=np.int64,
     )
     files = np.array([os.fsencode(path.name) for path in archives], dtype=np.bytes_)
     kept = _load(folder / _INDEX, files, stamp)

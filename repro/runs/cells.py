@@ -47,11 +47,11 @@ from .job import (
 )
 
 _FOLDERS = ("snapshots", "examples")  # folders that a cell has from its first seed
-# fields of a transform that hold the size of an input. `repro plan` compares these and `_KEEPS` with earlier records of
-# speed: after a further entry, the earlier records may no longer match
+# fields of a transform that hold the size of an input. `repro plan` compares these with earlier records of speed: after a
+# further entry, the earlier records may no longer match
 _SIZES = ("shape", "image_size", "min_size", "max_size", "crop_size")
 # parameters that change what a GPU keeps besides the weights
-_KEEPS = ("ema_decay", "mesa", "freeze", "freeze_backbone")
+_KEEPS = ("ema_decay", "mesa", "freeze", "freeze_backbone", "recompute_blocks")
 
 
 def read_cells(
@@ -257,7 +257,11 @@ def find_finished_seeds(cell: Cell) -> dict[int, dict[str, Any]]:
     now = {"params_hash": params_hash(params), "data_manifest_hash": hash_file(cell.inputs[0])}
     if set(cell.params.seeds) - set(finished):  # new seeds must run the code of the old ones: a record names one code
         now["golden_hash"] = hash_golden(cell.paths, cell.params)
-    if different := find_difference(record["identity"], now):
+    held = record["identity"]
+    if cell.init is not None:  # another cell may have trained them again
+        held = held | {"initial_weights_hash": record["metrics"]["init"]["weights_hash"]}
+        now["initial_weights_hash"] = hash_file(cell.init)
+    if different := find_difference(held, now):
         made_by = f"{record['metrics']['epochs']} epochs, seeds {', '.join(map(str, finished))}"
         raise UserError(
             f"{file}: holds a run with other {different} ({made_by}); use the same, or move the folder away"

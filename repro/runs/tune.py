@@ -102,6 +102,10 @@ def read_searches(specs: Mapping[str, TaskSpec], name: str | None) -> list[Searc
         if section not in specs:
             raise UserError(f"{where}.cell: {tune.cell}: expected SECTION.CELL, one of {', '.join(specs)}")
         params = load_section(specs[section].params, paths.params, section, cell)
+        if not (score := next(iter(specs[section].scores))).endswith("_percent"):
+            raise UserError(
+                f"{where}.cell: {tune.cell}: a search chooses the highest score, and {score} is better if lower"
+            )
         for key in ("family", "data"):
             if getattr(tune, key) != getattr(params, key):
                 raise UserError(f"{where}.{key}: {getattr(tune, key)}, and {tune.cell} has {getattr(params, key)}")
@@ -176,6 +180,8 @@ def _run_trial(search: Search, trial: Cell) -> dict[str, Any]:
     """
     hashes = {"params": params_hash(trial.params), "data": hash_file(trial.inputs[0])}
     hashes["golden"] = hash_golden(trial.paths, trial.params)
+    if trial.params.init is not None:  # they may be those of a cell that was trained again
+        hashes["init"] = hash_file(trial.init)
     file = trial.state_folder(search.tune.seed).parent / "trial.json"
     if file.is_file() and (kept := read_json(file))["origin"] == hashes:
         return kept

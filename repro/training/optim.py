@@ -9,6 +9,7 @@ from timm.scheduler import CosineLRScheduler
 from timm.scheduler.scheduler import Scheduler
 from torch import nn
 
+from ..core.errors import UserError
 from .params import OptimParams
 
 
@@ -28,12 +29,15 @@ def build_optimizer(
     with `decay_all` no parameter is exempt from weight decay; layer-wise rates are then not available.
 
     Raises:
+        UserError: layer-wise rates for a converted model.
         RuntimeError: the groups do not hold every trainable parameter exactly once.
     """
     rate, averages = params.lr * batch_size / params.lr_batch_size, {"betas": tuple(params.betas), "eps": params.eps}
     decays = {"weight_decay": params.weight_decay, "layer_decay": params.layer_decay}
     trained = model
     if new_factor != 1 or decay_all:
+        if params.layer_decay is not None:
+            raise UserError("optim.layer_decay: a converted model has a rate for its new weights instead; leave it out")
         trained = _group(model, params.weight_decay, new, new_factor, decay_all)
         decays = {"weight_decay": params.weight_decay}
     optimizer = create_optimizer_v2(trained, opt=params.optimizer, lr=rate, **averages, **decays)

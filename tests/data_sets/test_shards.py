@@ -75,6 +75,12 @@ def test_the_listing_is_kept_until_an_archive_changes(packed):
     assert len(scan_tree(packed, "imagenet").splits["train"].names) == 13
 
 
+def test_the_listing_of_another_kind_is_not_taken(packed):
+    assert len(scan_tree(packed, "imagenet").splits["train"].names) == 12
+    with pytest.raises(UserError, match="npy"):
+        scan_tree(packed, "latents")
+
+
 def cut(packed):
     archive = packed / "train" / f"{WNIDS[1]}.tar"
     with tarfile.open(archive) as stream:

@@ -1,5 +1,6 @@
 """What is recorded of a cell's training."""
 
+import dataclasses
 import errno
 import json
 import shutil
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from repro.core.errors import UserError
 from repro.core.paths import Paths
 from repro.core.ranks import Ranks
 from repro.runs import cells
@@ -41,6 +43,11 @@ def test_the_speed_of_a_cell_is_that_of_its_last_seed(tmp_path, speeds, recorded
     named = {name: record["metrics"][name] for name in ("model", "options", "processes", "micro_batch", "transform")}
     of = {"model": "m", "options": {"depth": 1}, "processes": 2, "micro_batch": 4, "transform": {"image_size": 32}}
     assert named == of and [name for name, is_on in record["metrics"]["keeps"].items() if is_on] == ["ema_decay"]
+
+
+@dataclasses.dataclass
+class OneSeed:
+    seeds: tuple[int, ...]
 
 
 def list_files(folder):
@@ -127,3 +134,21 @@ def test_no_state_is_left_without_its_snapshots(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "rmtree", lambda folder, ignore_errors: None)
     cells.remove_states(cell, [0])
     assert set(list_files(tmp_path)) == {"epoch_001.safetensors"}
+
+
+def test_seeds_from_other_initial_weights_are_not_joined(tmp_path, monkeypatch):
+    manifest, weights, record = tmp_path / "manifest", tmp_path / "weights", tmp_path / "record.json"
+    manifest.write_text("data")
+    weights.write_text("before")
+    params = OneSeed(seeds=(0,))
+    cell = SimpleNamespace(record=record, is_of_graph=False, params=params, inputs=(manifest, weights), init=weights)
+    monkeypatch.setattr(cells, "params_hash", lambda params: "p")
+    identity = {"params_hash": "p", "data_manifest_hash": cells.hash_file(manifest)}
+    init = {"weights": "weights", "weights_hash": cells.hash_file(weights)}
+    metrics = {"by_seed": [{"seed": 0}], "epochs": 1, "init": init}
+    monkeypatch.setattr(cells, "read_record", lambda file: {"metrics": metrics, "identity": identity})
+    record.touch()
+    assert list(cells.find_finished_seeds(cell)) == [0]
+    weights.write_text("after")
+    with pytest.raises(UserError, match="initial weights"):
+        cells.find_finished_seeds(cell)

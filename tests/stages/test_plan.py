@@ -114,6 +114,15 @@ def test_other_tasks_take_the_speed_of_inputs_as_large(tmp_path, stage, transfor
     assert plan(tmp_path, make_params(other), stage).hours is None
 
 
+def test_a_training_that_recomputes_is_another_one(tmp_path):
+    params, recomputing = make_params(), make_params(recompute_blocks=True)
+    record(tmp_path, "segment", params, 50.0)
+    assert plan(tmp_path, params, "segment").speed.memory_gib == 2.0
+    assert plan(tmp_path, recomputing, "segment").hours is None
+    record(tmp_path, "segment", recomputing, 25.0)
+    assert plan(tmp_path, recomputing, "segment").hours == pytest.approx(2 * 1438 / 25 / 3600)
+
+
 def test_the_slowest_record_of_a_gpu_counts(tmp_path):
     params = make_params()
     for stage, rate, gpu in (("pretrain", 3000.0, "NVIDIA L40S"), ("ablate", 1000.0, "NVIDIA L40S")):

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -117,6 +118,26 @@ def test_a_search_is_recorded_continues_and_never_sees_test(ready, monkeypatch, 
     assert second["diverged"] and second["top1_percent"] is None and "not finite" in second["reason"]
     assert metrics["chosen"] == {"lr": 3e-3, "warmup_epochs": 0} and (metrics["split"], metrics["seed"]) == ("tune", 7)
     assert read_json(RECORD)["identity"]["params_hash"] and not list(Path(".runs/tune").glob("*/*"))
+
+
+def test_a_trial_counts_for_its_initial_weights_alone(tmp_path, monkeypatch):
+    runs, weights, manifest = [], tmp_path / "weights", tmp_path / "manifest"
+    for file in (weights, manifest):
+        file.write_text("before")
+    monkeypatch.setattr(tune, "params_hash", lambda params: "p")
+    monkeypatch.setattr(tune, "hash_golden", lambda paths, params: "g")
+    monkeypatch.setattr(tune, "build_job", lambda trial, seed: trial.state_folder(seed).mkdir(parents=True))
+    monkeypatch.setattr(tune, "find_place", lambda job: {})
+    found = SimpleNamespace(metrics={"top1_percent": 50.0, "train_loss": 1.0, "split": "tune"})
+    monkeypatch.setattr(tune, "run_job", lambda job: runs.append(weights.read_text()) or found)
+    params = SimpleNamespace(optim=SimpleNamespace(lr=0.1, warmup_epochs=0), init="weights")
+    of = {"name": "t", "paths": None, "inputs": (manifest, weights), "init": weights, "spec": SPEC}
+    cell = SimpleNamespace(params=params, state_folder=lambda seed: tmp_path / "t" / f"seed_{seed}", **of)
+    search = SimpleNamespace(score="top1_percent", tune=SimpleNamespace(seed=7))
+    for text in ("before", "before", "after"):
+        weights.write_text(text)
+        tune._run_trial(search, cell)
+    assert runs == ["before", "after"]
 
 
 # a machine's searches stand beside each other; some are wider

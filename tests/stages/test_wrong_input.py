@@ -216,6 +216,7 @@ VALUES = {
     "resolution.repeats=0": "resolution.repeats 0 >= 1",
     "tune.nano.cell=nano": "tune.nano.cell nano SECTION.CELL pretrain",
     "tune.nano.cell=pretrian.nano": "tune.nano.cell pretrian.nano pretrain",
+    "tune.nano.cell=generate.nano": "tune.nano.cell generate.nano held_out_mse",
     "tune.nano.cell=pretrain.nanno": "pretrain.nanno 'nano'",
     "tune.nano.family=vit3": "tune.nano.family vit3 pretrain.nano vittt",
     "tune.nano.data=scenes": "tune.nano.data scenes pretrain.nano digits",

@@ -1,11 +1,13 @@
 """Which rate and which decay each parameter has at each step, and the first step of LAMB."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 from torch import nn
 
+from repro.core.errors import UserError
 from repro.training.optim import build_optimizer, build_schedule
 from repro.training.params import OptimParams
 
@@ -121,6 +123,12 @@ def test_new_parameters_have_their_own_rate_at_every_step(decay_all):
         for name, (value, decay) in groups_of(model, optimizer).items():
             assert value == pytest.approx(20 * rate if name.startswith("new") else rate)
             assert decay == (0.05 if decay_all or name in ("old.weight", "new.weight") else 0.0)
+
+
+def test_a_converted_model_has_no_layer_wise_rates():
+    params = dataclasses.replace(PARAMS, layer_decay=0.7)
+    with pytest.raises(UserError, match="layer_decay"):
+        build_optimizer(Small(), params, 16, new={"new.weight"}, new_factor=2.0)
 
 
 def test_frozen_parameters_are_in_no_group():

@@ -66,15 +66,11 @@ class OtsuBaseline:
 
 
 def read_examples(instances: Any) -> Iterator[tuple[Tensor, int]]:
-    """Yield the mask of every training target, as large as its image, and its label.
-
-    Only for embedded sets: every annotation is a target there, so that a target's index is that of its annotation.
-    """
+    """Yield the mask of every training target, as large as its image, and its label."""
     for place in range(len(instances.names)):
         targets = instances.targets(place)
-        for target in range(targets.start, targets.stop):
-            mask = decode_mask(instances.segmentation(target), *instances.sizes[place].tolist())
-            yield torch.from_numpy(mask), int(instances.labels[target])
+        for row, label in zip(instances.rows[targets].tolist(), instances.labels[targets].tolist(), strict=True):
+            yield torch.from_numpy(decode_mask(instances.segmentation(row), *instances.sizes[place].tolist())), label
 
 
 def _otsu(values: np.ndarray) -> float:
