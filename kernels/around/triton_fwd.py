@@ -27,7 +27,8 @@ def normalise(y, D: tl.constexpr, inside, eps):
     """
     x = tl.where(inside, y - (tl.sum(y, 1) / D)[:, None], 0.0)
     rstd = tl.rsqrt(tl.sum(x * x, 1) / D + eps)
-    return x * rstd[:, None], rstd
+    # a row beyond the last token has no variance: without eps, its 1/σ is infinite
+    return tl.where(inside, x * rstd[:, None], 0.0), rstd
 
 
 @triton.jit

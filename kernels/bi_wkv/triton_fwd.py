@@ -100,12 +100,12 @@ def sums_kernel(
     store_sums(pointer + 3 * C, there, C, m_right, a_right, b_right)
 
 
-@triton.jit
-def ends_kernel(w_ptr, sums_ptr, ends_ptr, segments, C: tl.constexpr, BLOCK_C: tl.constexpr, SEGMENT: tl.constexpr):
+@triton.jit(do_not_specialize=["T"])
+def ends_kernel(w_ptr, sums_ptr, ends_ptr, T, segments, C: tl.constexpr, BLOCK_C: tl.constexpr, SEGMENT: tl.constexpr):
     """Write the states in front of each segment and behind it, (B,S,2,3,C), from the sums of `sums_kernel`."""
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     there = c < C
-    w = load_decay(w_ptr, c, there, segments * SEGMENT)
+    w = load_decay(w_ptr, c, there, T)
     start = tl.program_id(0).to(tl.int64) * segments * (6 * C) + c
     m_left, a_left, b_left = nothing(BLOCK_C)
     m_right, a_right, b_right = nothing(BLOCK_C)
@@ -287,7 +287,7 @@ def scan_ends(
     given |= {"k_ptr": k, "v_ptr": v, "out_ptr": out, "ADJOINT": adjoint}
     grid = lambda c: (B, ceil_div(C, c["BLOCK_C"]), segments)  # noqa: E731
     launch(sums_kernel, configs, (v.dtype,), grid, given, k.device, config)
-    given = shared | {"ends_ptr": ends, "segments": segments}
+    given = shared | {"ends_ptr": ends, "T": T, "segments": segments}
     grid = lambda c: (B, ceil_div(C, c["BLOCK_C"]))  # noqa: E731
     launch(ends_kernel, ends_configs, (), grid, given, k.device, ends_configs()[0])
     return ends
