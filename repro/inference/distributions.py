@@ -52,7 +52,7 @@ def _fit(vectors: Tensor) -> Callable[[Tensor], Tensor]:
     """Fit a Gaussian to vectors (n,d), and return its log-likelihood up to a constant."""
     mean, covariance = vectors.mean(0), torch.cov(vectors.T)
     # directions without variance, e.g. of normalised vectors, would have an infinite density
-    covariance += 1e-6 * covariance.diagonal().mean() * torch.eye(len(covariance), dtype=covariance.dtype)
+    covariance.diagonal().add_(1e-6 * covariance.diagonal().mean())
     factor = torch.linalg.cholesky(covariance)
 
     def likelihood(given: Tensor) -> Tensor:
