@@ -30,6 +30,7 @@ from ..models.checkpoints import open_weights
 from ..models.inner_mixer import InnerMixer
 from ..models.linearize import inherit, read_shell
 from ..models.registry import build_model
+from ..models.shell import ClassFreeViT
 from ..models.t5 import T5
 from .classifier import Classifier, subsample
 from .draw import draw_attention
@@ -65,13 +66,13 @@ def observe_attention(model: nn.Module, images: Tensor, batch_size: int = 16) ->
     Class tokens and registers are excluded, and the patches' shares are normalised without them.
 
     Args:
-        model: in eval mode; a t5, or a ViT of timm with attention softmax(qkᵀ d^-½).
+        model: in eval mode; a t5 or a study, or a ViT of timm with attention softmax(qkᵀ d^-½).
 
     Raises:
-        ValueError: any other model.
+        ValueError: any other model, or one whose inner learner has a dynamic rate.
     """
     layers = _find_layers(model)
-    prefix = 0 if isinstance(model, T5) else model.num_prefix_tokens
+    prefix = 0 if isinstance(model, ClassFreeViT) else model.num_prefix_tokens
     grid = find_grid(model, images)
     chosen = choose_tokens(grid)
     shares, ratios = [], []
@@ -91,9 +92,9 @@ def observe_attention(model: nn.Module, images: Tensor, batch_size: int = 16) ->
 
 
 def find_grid(model: nn.Module, images: Tensor) -> Grid:
-    """Return the grid (h, w) of a t5's or a ViT's patches for images (N,3,H,W)."""
+    """Return the grid (h, w) of the patches of a model of `observe_attention` for images (N,3,H,W)."""
     size = tuple(images.shape[-2:])
-    return model.grid_of(*size) if isinstance(model, T5) else model.patch_embed.dynamic_feat_size(size)
+    return model.grid_of(*size) if isinstance(model, ClassFreeViT) else model.patch_embed.dynamic_feat_size(size)
 
 
 def measure_shift_ratio(k_BNC: Tensor) -> Tensor:

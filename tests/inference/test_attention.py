@@ -31,12 +31,15 @@ def test_implicit_attention_is_the_norm_of_the_jacobian(inner, dwc, neighbours):
     torch.testing.assert_close(found, squares.sqrt() / DIM**0.5)
 
 
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "t5_softmax_nano_patch4_32"])
-def test_a_softmax_model_is_observed_as_its_own_blocks_compute_it(name):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("vit_tiny_patch16_224", {}), ("t5_softmax_nano_patch4_32", {}), ("study_nano_patch4_32", {"mixer": "softmax"})],
+)
+def test_a_softmax_model_is_observed_as_its_own_blocks_compute_it(name, options):
     """Rebuilt from the input of each attention; a ViT's class token is not among the patches."""
     torch.manual_seed(0)
     side, prefix = (64, 1) if name.startswith("vit") else (32, 0)
-    model = build_model(name, depth=2, img_size=side).eval().double().requires_grad_(False)
+    model = build_model(name, depth=2, img_size=side, **options).eval().double().requires_grad_(False)
     images = torch.randn(3, 3, side, side, dtype=torch.float64)
     look = observe_attention(model, images, batch_size=2)
     assert not any(module._forward_hooks for module in model.modules())
@@ -54,9 +57,10 @@ def test_a_softmax_model_is_observed_as_its_own_blocks_compute_it(name):
         torch.testing.assert_close(look.shift_ratio[layer], expected)
 
 
-def test_a_student_is_observed_in_batches():
+@pytest.mark.parametrize(("name", "options"), [("t5_nano_patch4_32", {"neighbours": 3}), ("study_nano_patch4_32", {})])
+def test_an_inner_learner_is_observed_in_batches(name, options):
     torch.manual_seed(0)
-    model = build_model("t5_nano_patch4_32", neighbours=3).eval().requires_grad_(False)
+    model = build_model(name, **options).eval().requires_grad_(False)
     images = torch.randn(3, 3, 32, 48)
     whole, parts = (observe_attention(model, images, batch_size=size) for size in (3, 2))
     assert whole.grid == (8, 12) and whole.share.shape == (2, 3, model.num_heads, 25, 96)
