@@ -252,8 +252,9 @@ def measure_on_data(
 ) -> None:
     """Run `explain_attention` on 32 images of the reported split.
 
-    The record is in results/replications/<device>/attention. The report finds it by `by_layer` with a `teacher_hash`;
-    records of `distributions` have `by_layer`, too.
+    The record is results/replications/<device>/attention/<model>_<data>_<weights>.json, without a teacher
+    <model>_<data>_<weights>_no_teacher.json. The report finds it by `by_layer` with a `teacher_hash`; records of
+    `distributions` have `by_layer`, too.
     """
     started, device = time.monotonic(), choose_device(runtime.device)
     tree = cell.open_tree()
@@ -276,8 +277,9 @@ def measure_on_data(
     about |= {} if teacher else {"teacher_hash_reason": "no teacher was named"}
     place = {"device": device_label(device), "dtype": "fp32", "backend": "torch"}
     identity = make_identity(paths.root, params, data_manifest=cell.manifest_path, **place)
-    name = f"{classifier.name}_{cell.name}_{classifier.checkpoint.hash[:8]}"
-    file = cell.records(paths, device_slug(device)) / "attention" / f"{name}.json"
+    # the teacher is that of the linearisation, so the weights determine it where it is given
+    parts = [classifier.name, cell.name, classifier.checkpoint.hash[:8], *([] if teacher else ["no_teacher"])]
+    file = cell.records(paths, device_slug(device)) / "attention" / f"{'_'.join(parts)}.json"
     write_record(file, about | {"by_layer": numbers}, identity, time.monotonic() - started)
     print(
         f"{output}: {min(_SHOWN, len(images))} of {len(images)} images; the numbers are in {file.relative_to(paths.root)}"
