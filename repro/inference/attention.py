@@ -35,7 +35,7 @@ from ..models.t5 import T5
 from .classifier import Classifier, subsample
 from .draw import draw_attention
 
-SIDE = 5  # of the lattice of query tokens; odd, because figures show the middle of the list as the central token
+SIDE = 5  # of the lattice of query tokens; odd, because figures show the one nearest to the middle
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

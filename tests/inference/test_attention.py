@@ -7,6 +7,7 @@ import torch
 import repro.models  # noqa: F401
 from repro.inference import attention
 from repro.inference.attention import Look, choose_tokens, measure_implicit_attention, observe_attention
+from repro.inference.draw import find_central
 from repro.models.inner_mixer import InnerMixer
 from repro.models.registry import build_model
 
@@ -108,3 +109,11 @@ def test_the_tokens_that_look_are_a_lattice(grid, count):
     tokens = choose_tokens(grid)
     assert len(tokens) == len(set(tokens)) == count and tokens == sorted(tokens)
     assert tokens[0] == 0 and tokens[-1] == grid[0] * grid[1] - 1
+
+
+@pytest.mark.parametrize(
+    ("grid", "place"), [((4, 4), (1, 1)), ((2, 5), (0, 2)), ((3, 4), (1, 1)), ((8, 8), (4, 4)), ((9, 9), (4, 4))]
+)
+def test_the_token_that_is_shown_is_in_the_middle(grid, place):
+    tokens = choose_tokens(grid)
+    assert divmod(tokens[find_central(tokens, grid)], grid[1]) == place
