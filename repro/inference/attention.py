@@ -30,11 +30,12 @@ from ..models.checkpoints import open_weights
 from ..models.inner_mixer import InnerMixer
 from ..models.linearize import inherit, read_shell
 from ..models.registry import build_model
+from ..models.shell import ClassFreeViT
 from ..models.t5 import T5
 from .classifier import Classifier, subsample
 from .draw import draw_attention
 
-SIDE = 5  # of the lattice of query tokens; odd, because figures show the middle of the list as the central token
+SIDE = 5  # of the lattice of query tokens; odd, because figures show the one nearest to the middle
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,13 +66,13 @@ def observe_attention(model: nn.Module, images: Tensor, batch_size: int = 16) ->
     Class tokens and registers are excluded, and the patches' shares are normalised without them.
 
     Args:
-        model: in eval mode; a t5, or a ViT of timm with attention softmax(qkᵀ d^-½).
+        model: in eval mode; a t5 or a study, or a ViT of timm with attention softmax(qkᵀ d^-½).
 
     Raises:
-        ValueError: any other model.
+        ValueError: any other model, or one whose inner learner has a dynamic rate.
     """
     layers = _find_layers(model)
-    prefix = 0 if isinstance(model, T5) else model.num_prefix_tokens
+    prefix = 0 if isinstance(model, ClassFreeViT) else model.num_prefix_tokens
     grid = find_grid(model, images)
     chosen = choose_tokens(grid)
     shares, ratios = [], []
@@ -91,9 +92,9 @@ def observe_attention(model: nn.Module, images: Tensor, batch_size: int = 16) ->
 
 
 def find_grid(model: nn.Module, images: Tensor) -> Grid:
-    """Return the grid (h, w) of a t5's or a ViT's patches for images (N,3,H,W)."""
+    """Return the grid (h, w) of the patches of a model of `observe_attention` for images (N,3,H,W)."""
     size = tuple(images.shape[-2:])
-    return model.grid_of(*size) if isinstance(model, T5) else model.patch_embed.dynamic_feat_size(size)
+    return model.grid_of(*size) if isinstance(model, ClassFreeViT) else model.patch_embed.dynamic_feat_size(size)
 
 
 def measure_shift_ratio(k_BNC: Tensor) -> Tensor:
@@ -251,8 +252,9 @@ def measure_on_data(
 ) -> None:
     """Run `explain_attention` on 32 images of the reported split.
 
-    The record is in results/replications/<device>/attention. The report finds it by `by_layer` with a `teacher_hash`;
-    records of `distributions` have `by_layer`, too.
+    The record is results/replications/<device>/attention/<model>_<data>_<weights>.json, without a teacher
+    <model>_<data>_<weights>_no_teacher.json. The report finds it by `by_layer` with a `teacher_hash`; records of
+    `distributions` have `by_layer`, too.
     """
     started, device = time.monotonic(), choose_device(runtime.device)
     tree = cell.open_tree()
@@ -275,8 +277,9 @@ def measure_on_data(
     about |= {} if teacher else {"teacher_hash_reason": "no teacher was named"}
     place = {"device": device_label(device), "dtype": "fp32", "backend": "torch"}
     identity = make_identity(paths.root, params, data_manifest=cell.manifest_path, **place)
-    name = f"{classifier.name}_{cell.name}_{classifier.checkpoint.hash[:8]}"
-    file = cell.records(paths, device_slug(device)) / "attention" / f"{name}.json"
+    # the teacher is that of the linearisation, so the weights determine it where it is given
+    parts = [classifier.name, cell.name, classifier.checkpoint.hash[:8], *([] if teacher else ["no_teacher"])]
+    file = cell.records(paths, device_slug(device)) / "attention" / f"{'_'.join(parts)}.json"
     write_record(file, about | {"by_layer": numbers}, identity, time.monotonic() - started)
     print(
         f"{output}: {min(_SHOWN, len(images))} of {len(images)} images; the numbers are in {file.relative_to(paths.root)}"

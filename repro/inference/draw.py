@@ -145,6 +145,13 @@ def draw_losses(path: Path, losses: Mapping[str, ArrayLike], caption: str) -> No
     _save(figure, path, caption)
 
 
+def find_central(tokens: Sequence[int], grid: tuple[int, int]) -> int:
+    """Return the index of the token nearest to the middle of an (h, w) grid, the first of equally near ones."""
+    places = np.stack(np.unravel_index(tokens, grid), 1)
+    # doubled, so that distances are whole numbers and ties are exact
+    return int(np.abs(2 * places - np.array(grid) + 1).sum(1).argmin())
+
+
 def draw_attention(
     path: Path,
     pictures: Sequence[np.ndarray],
@@ -154,7 +161,7 @@ def draw_attention(
     tokens: Sequence[int],
     caption: str,
 ) -> None:
-    """Draw the attention of the central query token: a row per picture and state, with a map per layer.
+    """Draw the attention of the query token of `find_central`: a row per picture and state, with a map per layer.
 
     Below, plots show the numbers by layer.
 
@@ -167,7 +174,8 @@ def draw_attention(
     """
     shares = {state: np.asarray(found).mean(2) for state, found in shares.items()}
     layers = next(iter(shares.values())).shape[0]
-    token = tokens[len(tokens) // 2]
+    central = find_central(tokens, grid)
+    token = tokens[central]
     rows, side = len(pictures) * len(shares), (_WIDTH - 0.9) / max(layers + 1, 8)
     labels = {"shift_ratio": "shift ratio of the keys", "reach_patches": "reach (patches)", "peak_percent": "peak (%)"}
     labels |= (
@@ -185,9 +193,7 @@ def draw_attention(
         )
         axes[row, 0].set_ylabel(state, fontsize=8)
         for layer in range(layers):
-            shown = axes[row, 1 + layer].imshow(
-                shares[state][layer, n, len(tokens) // 2].reshape(grid), cmap="viridis", vmin=0
-            )
+            shown = axes[row, 1 + layer].imshow(shares[state][layer, n, central].reshape(grid), cmap="viridis", vmin=0)
     for panel, title in zip(axes[0], ("picture", *(f"layer {i + 1}" for i in range(layers))), strict=True):
         panel.set_title(title, fontsize=8)
     _hide_ticks(axes.flat)

@@ -10,9 +10,11 @@ import dataclasses
 from collections.abc import Callable
 
 import torch
+from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 SECTORS = 8
+_LAYERS = (nn.Conv2d, nn.MaxPool2d, nn.AvgPool2d)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,13 +50,35 @@ def get_last_features(model: nn.Module) -> Callable[[Tensor], Tensor]:
 def find_centre(model: nn.Module, image_size: tuple[int, int]) -> tuple[float, float]:
     """Find the pixel (row, column) at the centre of the region that a model's central last feature stems from.
 
-    For a model with patches it is the middle of the patch; for padded convolutions, position i is centred at pixel
-    i·stride. A model with an attribute `patch_embed` counts as one with patches.
+    Position i of disjoint patches of side s is centred at pixel i·s + (s − 1) / 2. A layer of kernel k, stride s and
+    padding p shifts that by (k − s) / 2 − p positions of its input. A reduction that is no convolution and no pooling,
+    such as the merging of a Swin, counts as disjoint patches; those layers may come before it, but not after it.
     """
-    stride = model.feature_info[-1]["reduction"]
-    middle = (stride - 1) / 2 if hasattr(model, "patch_embed") else 0.0
-    # padding adds one position where the stride does not divide the side
-    return tuple((-(-side // stride) // 2) * stride + middle for side in image_size)
+    leaving: dict[tuple[int, int], nn.Module] = {}  # grid -> the last layer that reduces it
+
+    def note(layer: nn.Module, given: tuple[Tensor], out: Tensor) -> None:
+        leaving[tuple(given[0].shape[-2:])] = layer
+
+    reducing = [each for each in model.modules() if isinstance(each, _LAYERS) and max(to_2tuple(each.stride)) > 1]
+    hooks = [layer.register_forward_hook(note) for layer in reducing]
+    try:
+        with torch.no_grad():
+            images = torch.zeros(1, 3, *image_size, device=next(model.parameters()).device)
+            grid = get_last_features(model)(images).shape[-2:]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    total = model.feature_info[-1]["reduction"]
+    centre = []
+    for axis, side in enumerate(grid):
+        place, pixels = side // 2 * total + (total - 1) / 2, 1
+        # layers beside the path of the features, such as those that reduce keys, come before the one that leaves a grid
+        for layer in leaving.values():
+            k, s, p = (to_2tuple(each)[axis] for each in (layer.kernel_size, layer.stride, layer.padding))
+            place += pixels * ((k - s) / 2 - p)
+            pixels *= s
+        centre.append(place)
+    return tuple(centre)
 
 
 def compute_receptive_field(features: Callable[[Tensor], Tensor], images: Tensor, batch_size: int = 32) -> Tensor:

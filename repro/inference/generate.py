@@ -53,6 +53,7 @@ class Drawer:
     name: str
     model: nn.Module
     transform: InputSettings
+    trained_size: int  # side of the training's images in pixels
     sampling: SamplingParams
     classes: tuple[str, ...]
     decode: Callable[[Tensor], Tensor]
@@ -167,8 +168,15 @@ def open_drawer(request: DrawRequest, device: torch.device) -> Drawer:
     load_state(model, state, f"{path}: does not fit {name} as built with {options}")
     sampling = build(SamplingParams, {**task.get("sampling", {}), **request.sampling}, "generate")
     decode = open_decoder(request.vae, transform, device, path)
-    model = model.to(device).eval().requires_grad_(False)
-    return Drawer(name=name, model=model, transform=transform, sampling=sampling, classes=tuple(classes), decode=decode)
+    return Drawer(
+        name=name,
+        model=model.to(device).eval().requires_grad_(False),
+        transform=transform,
+        trained_size=task["transform"]["image_size"],
+        sampling=sampling,
+        classes=tuple(classes),
+        decode=decode,
+    )
 
 
 def open_decoder(
@@ -313,6 +321,25 @@ def _read_real(cell: DataCell, drawer: Drawer, asked: Sequence[int], tally: Tall
     return tally
 
 
+def name_record(drawer: Drawer, params: DrawnParams, files: Mapping[str, str], data: str | None) -> str:
+    """Return the name of a record without its suffix; it must hold all that changes the scores.
+
+    Otherwise a record replaces another.
+
+    Args:
+        files: use -> hash, in the order of `params.files`.
+        data: the cell or the file of the real pictures.
+    """
+    sampling, labels = params.sampling, params.labels
+    parts = [drawer.name, params.weights_hash[:8]]
+    parts += [f"{sampling.sampler}{sampling.steps}", f"guidance{sampling.guidance:g}"]
+    parts += [f"{params.samples}samples", f"seed{params.seed}", *([] if len(labels) > 1 else [f"class{labels[0]}"])]
+    parts += [f"size{params.image_size}"] if params.image_size != drawer.trained_size else []
+    parts += [f"{use}{hash[:8]}" for use, hash in files.items()]
+    parts += [Path(data).stem] if data else []
+    return "_".join(parts).replace(".", "_")
+
+
 def _record(
     paths: Paths,
     request: DrawRequest,
@@ -322,28 +349,19 @@ def _record(
     device: torch.device,
     seconds: float,
 ) -> None:
-    sampling = drawer.sampling
-    files = tuple(hash_file(file) for file in (request.judge, request.inception, request.vae) if file is not None)
-    files += (about["reference_hash"],) if "reference_hash" in about else ()
+    given = {"judge": request.judge, "inception": request.inception, "vae": request.vae}
+    files = {use: hash_file(file) for use, file in given.items() if file is not None}
+    files |= {"reference": about["reference_hash"]} if "reference_hash" in about else {}
     of = {
         "samples": about["samples"],
         "image_size": drawer.transform.image_size,
-        "sampling": sampling,
+        "sampling": drawer.sampling,
         "seed": request.seed,
     }
-    params = DrawnParams(weights_hash=about["weights_hash"], labels=tuple(asked), files=files, **of)
+    params = DrawnParams(weights_hash=about["weights_hash"], labels=tuple(asked), files=tuple(files.values()), **of)
     place = {"device": device_label(device), "dtype": "fp32", "backend": "torch"}
     has_cell = request.data is not None and "reference_hash" not in about
     manifest = {"data_manifest": manifest_path(paths, request.data)} if has_cell else {}
     identity = make_identity(paths.root, params, **manifest, **place)
-    parts = [
-        drawer.name,
-        about["weights_hash"][:8],
-        f"{sampling.sampler}{sampling.steps}",
-        f"guidance{sampling.guidance:g}",
-    ]
-    parts += [f"{about['samples']}samples", f"seed{request.seed}", *([] if len(asked) > 1 else [f"class{asked[0]}"])]
-    if about.get("data"):  # else draws judged on two data sets would share a record
-        parts.append(Path(about["data"]).stem)
-    name = "_".join(parts).replace(".", "_")
+    name = name_record(drawer, params, files, about.get("data"))
     write_record(paths.replications(device_slug(device)) / "draw" / f"{name}.json", about, identity, seconds)

@@ -35,8 +35,8 @@ def predict_pictures(
         given: pictures, and folders of pictures.
         weights: a file of this project, of the task `task` where that is not None.
         output: the folder for drawings; None for predictions/<task>.
-        json: the file for the predictions; None writes those of detection and segmentation to
-            <output>/predictions.json.
+        json: a file for the predictions of this call; those of detection and segmentation also go to
+            <output>/predictions.json, which keeps other weights out of the folder.
         min_score: smallest score of a drawn detection.
 
     Raises:
@@ -76,12 +76,12 @@ def predict_pictures(
     if rows:
         columns = max(map(len, rows))  # a class name with a comma adds a column
         print_table(["picture", *map(str, range(1, columns))], [row + [""] * (columns - len(row)) for row in rows])
-    target = json or (output / "predictions.json" if predictor.draws else None)
-    if target and found:
-        write_json(
-            target, about | {"pictures": found} if json else about | beside | {"pictures": beside["pictures"] | found}
-        )
-        where = f"drawn in {output}" if predictor.draws else f"in {target}"
+    if found and json:
+        write_json(json, about | {"pictures": found})
+    if found and predictor.draws:  # after the other file, which may be this one
+        write_json(output / "predictions.json", about | beside | {"pictures": beside["pictures"] | found})
+    if found and (json or predictor.draws):
+        where = f"drawn in {output}" if predictor.draws else f"in {json}"
         print(f"{len(found)} picture{'s' if len(found) > 1 else ''} {where}")
     if len(unread) > 1:
         for error in unread:

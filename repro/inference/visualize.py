@@ -156,7 +156,7 @@ def _summarise_losses(losses: Tensor) -> dict[str, Any]:
 
 def _compare_fields(
     params: VisualizeParams, paths: Paths, tree: Tree, device: torch.device, folder: Path
-) -> tuple[dict[str, Any], list[str]]:
+) -> dict[str, Any]:
     """Draw Fig. 8; return the numbers of each model."""
     chosen = subsample(tree, params.field_images, params.seed)
     fields, shapes, numbers = {}, {}, {}

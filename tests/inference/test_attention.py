@@ -7,6 +7,7 @@ import torch
 import repro.models  # noqa: F401
 from repro.inference import attention
 from repro.inference.attention import Look, choose_tokens, measure_implicit_attention, observe_attention
+from repro.inference.draw import find_central
 from repro.models.inner_mixer import InnerMixer
 from repro.models.registry import build_model
 
@@ -31,12 +32,15 @@ def test_implicit_attention_is_the_norm_of_the_jacobian(inner, dwc, neighbours):
     torch.testing.assert_close(found, squares.sqrt() / DIM**0.5)
 
 
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "t5_softmax_nano_patch4_32"])
-def test_a_softmax_model_is_observed_as_its_own_blocks_compute_it(name):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("vit_tiny_patch16_224", {}), ("t5_softmax_nano_patch4_32", {}), ("study_nano_patch4_32", {"mixer": "softmax"})],
+)
+def test_a_softmax_model_is_observed_as_its_own_blocks_compute_it(name, options):
     """Rebuilt from the input of each attention; a ViT's class token is not among the patches."""
     torch.manual_seed(0)
     side, prefix = (64, 1) if name.startswith("vit") else (32, 0)
-    model = build_model(name, depth=2, img_size=side).eval().double().requires_grad_(False)
+    model = build_model(name, depth=2, img_size=side, **options).eval().double().requires_grad_(False)
     images = torch.randn(3, 3, side, side, dtype=torch.float64)
     look = observe_attention(model, images, batch_size=2)
     assert not any(module._forward_hooks for module in model.modules())
@@ -54,9 +58,10 @@ def test_a_softmax_model_is_observed_as_its_own_blocks_compute_it(name):
         torch.testing.assert_close(look.shift_ratio[layer], expected)
 
 
-def test_a_student_is_observed_in_batches():
+@pytest.mark.parametrize(("name", "options"), [("t5_nano_patch4_32", {"neighbours": 3}), ("study_nano_patch4_32", {})])
+def test_an_inner_learner_is_observed_in_batches(name, options):
     torch.manual_seed(0)
-    model = build_model("t5_nano_patch4_32", neighbours=3).eval().requires_grad_(False)
+    model = build_model(name, **options).eval().requires_grad_(False)
     images = torch.randn(3, 3, 32, 48)
     whole, parts = (observe_attention(model, images, batch_size=size) for size in (3, 2))
     assert whole.grid == (8, 12) and whole.share.shape == (2, 3, model.num_heads, 25, 96)
@@ -104,3 +109,11 @@ def test_the_tokens_that_look_are_a_lattice(grid, count):
     tokens = choose_tokens(grid)
     assert len(tokens) == len(set(tokens)) == count and tokens == sorted(tokens)
     assert tokens[0] == 0 and tokens[-1] == grid[0] * grid[1] - 1
+
+
+@pytest.mark.parametrize(
+    ("grid", "place"), [((4, 4), (1, 1)), ((2, 5), (0, 2)), ((3, 4), (1, 1)), ((8, 8), (4, 4)), ((9, 9), (4, 4))]
+)
+def test_the_token_that_is_shown_is_in_the_middle(grid, place):
+    tokens = choose_tokens(grid)
+    assert divmod(tokens[find_central(tokens, grid)], grid[1]) == place

@@ -35,6 +35,15 @@ def test_equal_means_of_other_spread_are_told_apart():
     assert tell_apart(draw(0.0, 1.0, 0), draw(0.0, spread, 1)) == pytest.approx(expected, abs=0.02)
 
 
+def test_sets_without_variance_in_a_direction_are_told_apart_on_any_device():
+    """A tensor made without a device would be on the default one, which has no values here."""
+    sets = draw(0.0, 1.0, 0), draw(9.0, 1.0, 1)
+    for vectors in sets:
+        vectors[..., 2] = 1.0
+    with torch.device("meta"):
+        assert tell_apart(*sets) > 0.99
+
+
 @pytest.mark.parametrize("name", ["vittt_nano_patch16_144", "lact_nano_patch4_32", "ladder_vit3_nano_patch4_32"])
 def test_the_vectors_of_every_layer_are_noted_and_nothing_changes(name):
     torch.manual_seed(0)

@@ -13,7 +13,20 @@ import repro.models  # noqa: F401
 from repro.inference.erf import compute_receptive_field, describe_field, find_centre, get_last_features
 from tests.slow import first
 
-UNITS = [("resnet_nano", 144), ("deit_nano_patch16_144", 144), ("resnet_nano", 160), ("vim_nano_patch16_144", 144)]
+# model, side in pixels, and the pixel by hand at the centre of its central unit
+UNITS = [
+    ("resnet_nano", 144, 2 * 32),  # layers that are padded so that position i stays at pixel i·stride
+    ("deit_nano_patch16_144", 144, 4 * 16 + 7.5),  # patches, of which this is the middle
+    ("vmamba_nano_144", 144, 2 * 32),
+    ("convnext_atto", 144, 2 * 32 + 15.5),  # patches of patches, of which the last column and row are cut off
+    ("resnet_nano", 160, 2 * 32),
+    ("vim_nano_patch16_144", 144, 4 * 16 + 7.5),
+    ("mambavision_nano_144", 144, 2 * 32),
+    ("hvit3_nano_144", 144, 2 * 32),
+    ("hvit3_nano_144", 150, 2 * 32),
+    ("pvt_v2_b0", 128, 2 * 32),  # keys are reduced by patches, beside the padded layers
+    ("poolformerv2_s12", 224, 3 * 32 + 1),  # of a stem of seven pixels that is padded by two
+]
 
 
 @pytest.mark.parametrize("depth", [1, 3])
@@ -73,12 +86,13 @@ def test_one_direction_sees_nothing_ahead(design, ahead):
     assert find_centre(model, (80, 80)) == (39.5, 39.5)
 
 
-@pytest.mark.parametrize(("name", "size"), first(UNITS, 2))
-def test_the_centre_is_where_the_central_unit_looks(name, size):
+@pytest.mark.parametrize(("name", "size", "centre"), first(UNITS, 4))
+def test_the_centre_is_where_the_central_unit_looks(name, size, centre):
     """The centre of gravity of an untrained model's field is there, and not where a neighbouring unit's would be."""
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=0).eval()
+    assert find_centre(model, (size, size)) == (centre, centre)
     field = compute_receptive_field(get_last_features(model), torch.randn(4, 3, size, size))
     place = torch.arange(size, dtype=field.dtype)
     found = [float((field.sum(1 - axis) * place).sum() / field.sum()) for axis in (0, 1)]
-    assert found == pytest.approx(find_centre(model, (size, size)), abs=3)
+    assert found == pytest.approx([centre, centre], abs=3)

@@ -3,12 +3,16 @@
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from PIL import Image
 
 from repro.core.errors import UserError
 from repro.core.record import read_json, write_json
+from repro.inference import predict
 from repro.inference.predict import _open_output, find_pictures
+from repro.tasks.spec import Predictor, Sight
 
 ABOUT = {"weights": "a.safetensors", "weights_hash": "1" * 16, "model": "x", "task": "detect"}
 
@@ -62,6 +66,27 @@ def test_what_other_weights_saw_is_not_mixed_in(tmp_path, other):
     with pytest.raises(UserError, match="other weights.*--output"):
         call(tmp_path, "a.png")
     assert (tmp_path / "predictions.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("json", [None, "seen.json", "out/predictions.json"])
+def test_drawings_are_those_of_one_file_of_weights(tmp_path, monkeypatch, json):
+    picture, output, json = tmp_path / "a.png", tmp_path / "out", json and tmp_path / json
+    Image.new("RGB", (2, 2)).save(picture)
+    drawing = Predictor(look=lambda pictures: [Sight("seen", [], Image.new("RGB", (2, 2)))])
+    monkeypatch.setattr(predict, "load_tasks", lambda: {"detect": SimpleNamespace(open_predictor=lambda *_: drawing)})
+
+    def look(hash: str) -> None:
+        checkpoint = SimpleNamespace(task={"name": "detect"}, hash=hash, model="x")
+        monkeypatch.setattr(predict, "open_own", lambda path: checkpoint)
+        predict.predict_pictures([picture], Path("a.safetensors"), None, output, json, 0.5)
+
+    look("1" * 16)
+    drawn = (output / "a.png").stat().st_mtime_ns
+    with pytest.raises(UserError, match="other weights"):
+        look("2" * 16)
+    assert (output / "a.png").stat().st_mtime_ns == drawn
+    if json:
+        assert read_json(json)["pictures"] == {"a.png": []}
 
 
 def test_the_work_before_the_first_picture_grows_with_their_number(tmp_path, monkeypatch):

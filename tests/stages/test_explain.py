@@ -87,7 +87,8 @@ def test_attention_before_and_after_linearising(models, picture, repro_cli):
 
 
 @pytest.mark.slow
-def test_attention_of_a_data_set_is_recorded(models, repro_cli):
+def test_attention_of_a_data_set_is_recorded(models, repro_cli, monkeypatch):
+    monkeypatch.setattr("repro.inference.attention._IMAGES", 4)
     out = repro_cli.run("explain", *models, "--data", "digits", silent=True)
     assert is_figure(Path("explained.png"))
     file = find_record("attention/*")
@@ -96,6 +97,9 @@ def test_attention_of_a_data_set_is_recorded(models, repro_cli):
     assert set(metrics["by_layer"]) == {"teacher", "before", "after", "even"}
     assert all(len(values) == 2 for own in metrics["by_layer"].values() for values in own.values())
     assert f"the numbers are in {file}" in out
+    repro_cli.run("explain", *models[:-2], "--data", "digits", silent=True)
+    assert set(read_metrics(find_record("attention/*_no_teacher"))["by_layer"]) == {"t5_nano_patch4_32", "even"}
+    assert read_metrics(file) == metrics
 
 
 def test_a_probe_prints_both_accuracies(weights, repro_cli):

@@ -150,7 +150,7 @@ def test_scores_are_recorded(drawing, repro_cli):
     np.savez("batch.npz", **statistics, arr_0=np.zeros((4, 16, 16, 3), np.uint8))
     out = repro_cli.run(*scored, "-o", "batch", "--seed", "7", "--data", "batch.npz")
     assert "FID " in out and "recall " in out
-    metrics = read_metrics(find_record("draw/dit3_nano_patch4_*seed7_batch"))
+    metrics = read_metrics(find_record("draw/dit3_nano_patch4_*seed7_judge*_batch"))
     assert (metrics["data"], metrics["real_images"]) == ("batch.npz", 4) and metrics["protocol"] is None
     assert metrics["reference_hash"] == hash_file(Path("batch.npz")) and metrics["real_judged_percent"] is None
 
