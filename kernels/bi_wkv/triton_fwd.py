@@ -227,9 +227,10 @@ def count_segments(tokens: int) -> int:
 
 
 def config_of(tokens: int, warps: int, channels: int = 1) -> triton.Config:
-    """Return a config by the tokens of a block and the channels of a thread.
+    """Return a config by the tokens of a block, which must divide SEGMENT, and the channels of a thread.
 
-    Two channels are loaded as a pair; with 8 tokens that takes fewer instructions for each channel, and more registers.
+    A channel belongs to one thread, so that no barrier is needed between `store_sums` and `load_sums`. Two channels are
+    loaded as a pair; with 8 tokens that takes fewer instructions for each channel, and more registers.
     """
     return triton.Config({"BLOCK_T": tokens, "BLOCK_C": 32 * warps * channels}, num_warps=warps, num_stages=1)
 

@@ -240,7 +240,8 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of u, delta, ... delta_bias, each in its input's shape and dtype.
 
-    `dout` is (B,T,R,E), `states` those of `forward`. `config` is one of `triton_fwd.configs`; None takes the only one.
+    They are contiguous, as the fake kernels of `CustomOp` promise. `dout` is (B,T,R,E), `states` those of `forward`.
+    `config` is one of `triton_fwd.configs`; None takes the only one.
     """
     u, z = x.u, x.z
     images, T, R, E = shape = x.delta.shape

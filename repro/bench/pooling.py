@@ -13,6 +13,7 @@ AS_LONG = 1.25  # if their times differ at most by this factor, both are the hos
 # quantity of a row -> field of its range over the processes, in a row of `pool_runs`
 RANGES = {"latency_ms": "latency_range_ms", "peak_memory_mib": "peak_memory_range_mib"}
 HOST = "the host's time"
+EMULATED = "emulated"  # status of a row whose dtype the processor has no units for
 UNKNOWN = "host's share not known"
 COMMAND = "repro efficiency --graphs"  # measures the GPU's time
 # a family whose operator reaches less than this share of a copy's bandwidth is not compared

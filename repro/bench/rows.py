@@ -15,6 +15,7 @@ from ..core.record import current_commit, installed_version
 from ..core.runtime import explain_emulation
 from .flops import cost
 from .op_rate import RATED_OPERATORS, measure_share
+from .pooling import EMULATED
 from .speed import RowSpec, measure, unmeasured_row
 from .sweep import BASIS, RowSchedule, find_family, row_key
 from .unfinished import read_clock
@@ -236,7 +237,7 @@ def _measure(
     emulation = explain_emulation(spec.dtype) if spec.device == "cpu" else None
     try:
         # a product that is emulated says nothing of the models: it would be slower than in fp32 for any of them
-        row = unmeasured_row(spec, "emulated", emulation) if emulation else measure(schedule.limit(spec))
+        row = unmeasured_row(spec, EMULATED, emulation) if emulation else measure(schedule.limit(spec))
     except RuntimeError as error:
         if not keep_failures:
             raise RunError(f"efficiency: {error}") from None

@@ -209,10 +209,8 @@ def time_in_turn(
     return samples
 
 
-def unmeasured_row(
-    spec: RowSpec, status: Literal["oom", "timeout", "failed", "emulated"], reason: str
-) -> dict[str, Any]:
-    """Return the row of a spec that could not be measured, with its counts, `status` and `reason`."""
+def unmeasured_row(spec: RowSpec, status: str, reason: str) -> dict[str, Any]:
+    """Return the row of a spec that was not measured, with its counts, the `status` and the reason for it."""
     return {**_blank_row(spec), "status": status, "reason": reason}
 
 
@@ -249,7 +247,6 @@ def _answer(spec: RowSpec, sender: connection.Connection, messages: str) -> None
         if not isinstance(error, MemoryError) and not any(text in str(error) for text in _OUT_OF_MEMORY):
             raise
         measured = {"status": "oom", "reason": next(iter(str(error).strip().splitlines()), "MemoryError")}
-    # the counts come last: building a model for them would raise the baseline from which the peak is measured
     sender.send({**_blank_row(spec), **measured})
 
 

@@ -290,6 +290,7 @@ def _make_adapter(cls: type) -> Any:
 
 
 def _require_json(value: Any, where: str) -> None:
+    """Raise a UserError with the key path for a value that `json.dumps` refuses or changes, such as a date or a key 1."""
     if isinstance(value, Mapping):
         for key, part in value.items():
             if not isinstance(key, str):

@@ -108,6 +108,8 @@ class CocoDetection(Dataset):
     def _read(self, place: int) -> list[tv_tensors.TVTensor]:
         """Read image, boxes and masks at the file's size.
 
+        The boxes are a view of the annotations: a transform must not change them in place.
+
         Raises:
             UserError: the file contradicts its annotations.
         """

@@ -192,6 +192,7 @@ class ClassFreeViT(Backbone):
         ) if self.positions == "table" else tokens, grid
 
     def _resize(self, grid: Grid) -> None:
+        """Resample the tables of the blocks once; a block would otherwise do it in each forward pass."""
         super()._resize(grid)
         for module in self.modules():
             if isinstance(module, BlockTable):

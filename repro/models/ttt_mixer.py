@@ -148,7 +148,11 @@ class TTTMixer(nn.Module):
         self.out_proj = nn.Linear(dim, dim, bias=False)
 
     def build_convs(self, names: tuple[str, ...], kernel: int = 4, *, bias: bool = True) -> None:
-        """Build the causal Conv1d layers; weights are in scan order, the forward scan's first."""
+        """Build the causal Conv1d layers; weights are in scan order, the forward scan's first.
+
+        They pad nothing, since `pad_for_scans` pads each direction on its own side. `convs` describes them to
+        `are_as_built`, which decides whether their weights are read in place of a call.
+        """
         channels, self.conv1d_kernel = self.directions * self.dim, kernel
         self.convs = dict.fromkeys(names, built_conv(nn.Conv1d, kernel, 0, bias=bias))
         for name in names:
@@ -281,7 +285,8 @@ class TTTMixer(nn.Module):
     def selected_backend(self, dtype: torch.dtype) -> str:
         """Return the backend of TTT-Linear that runs here for q of `dtype`, at the built number of tokens.
 
-        For the steps `plain` and `dot` it is `recurrent` or `parallel`; `auto` means parallel on a GPU.
+        For the steps `plain` and `dot` it is `recurrent` or `parallel`, the form that then runs; `auto` means parallel on
+        a GPU. `set_backend` finds a layer by the name of this method.
 
         Raises:
             ValueError: `parallel` for another step, or a backend that does not run here.

@@ -10,14 +10,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..bench.pooling import COMMAND, HOST, Row, bound_ratio, describe_time
+from ..bench.pooling import COMMAND, EMULATED, HOST, Row, bound_ratio, describe_time
 from ..core.config import DEFAULT_PROFILE, find_profile, load_yaml
 from ..core.errors import UserError
 from ..core.record import read_json, write_json
 from ..core.runtime import RUN_BEGAN
 from .claims import Report
 from .gallery import COMPILED, Speeds, find_all_speeds, find_speeds, picture_blocks
-from .markdown import join, picture, strong, table
+from .markdown import bullets, join, picture, strong, table
 from .paper import ATTENTIONS, Comparison, Question
 from .records import OUTSIDE, describe_origin, describe_seeds, group_by
 from .results import Results
@@ -188,7 +188,19 @@ def _compare_fastest(comparison: Comparison, results: Results) -> str:
     if not rows:
         return ""
     says = f"The fastest way of either side, among the ways in which it was measured there ({ours} against {theirs}):"
-    return join([says, table(["measured on", "image", ours, theirs, f"{ours}'s speed against it"], rows)])
+    shown = table(["measured on", "image", ours, theirs, f"{ours}'s speed against it"], rows)
+    return join([says, shown, bullets(_list_emulated(results))])
+
+
+def _list_emulated(results: Results) -> list[str]:
+    """List the dtypes that were not measured on a device, because it would emulate their products."""
+    found = {}
+    for group, measured in results.speed_rows.items():
+        for row in (row for row, _ in measured if row["status"] == EMULATED):
+            found[group.device, row["dtype"]] = row["reason"]
+    return [
+        f"{dtype} on {device.partition(': ')[2]}: not measured, since {why}." for (device, dtype), why in found.items()
+    ]
 
 
 def _find_fastest(rows: Sequence[Row]) -> Row:

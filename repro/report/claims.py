@@ -223,6 +223,10 @@ class _Judge:
     def _evaluate_ours(
         self, expression: Expression, group: SpeedGroup | None, attention: str = "unfused", choose: Choose | None = None
     ) -> Number | bool:
+        """Evaluate an expression for our numbers.
+
+        `attention` holds for the calls of this expression, and not for those of entries that it names.
+        """
         speeds = self.results.speed_functions(group, attention, choose) if group else self.no_speeds
         functions = self.counts | speeds | self.formulas
         try:

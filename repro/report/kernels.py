@@ -90,7 +90,11 @@ def tabulate_times(rows: Sequence[Row]) -> str:
     lines = []
 
     def find_line(row: Row) -> tuple:
-        """Return the key of a row's line; levels follow the tokens, and state_dim follows the width."""
+        """Return the key of a row's line; levels follow the tokens, and state_dim follows the width.
+
+        It must hold every size in which two shapes of an operator differ: rows of one implementation with equal keys
+        replace each other.
+        """
         tokens = f"{row['tokens']}, L {row['levels']}" if "levels" in row else row["tokens"]
         size = f"{row[width]}, N {row['state_dim']}" if "state_dim" in row else row[width]
         return str(size), str(tokens), row["passes"], row["batch"]

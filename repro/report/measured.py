@@ -119,14 +119,15 @@ def _describe_curve(curves: Mapping[int, Mapping[int, float]]) -> str:
 def over_resolution(report: Report) -> str:
     """Return the section on classifiers at larger images than those of their training; empty without its record.
 
-    The record comes from `repro resolution`. Only the primary paper's page has the section.
+    The record comes from `repro resolution`. Only the primary paper's page has the section. A line is named by its model,
+    so no two families may have one model.
     """
     sections = []
     for source in report.results.sources if report.paper.primary else ():
         m = source.metrics
         if "evaluated" not in m:
             continue
-        models = {row["family"]: row["model"] for row in reversed(m["evaluated"])}
+        models = {row["family"]: row["model"] for row in m["evaluated"]}
         cells = {(models[row["family"]], row["image_size"][0]): {**row, "status": "ok"} for row in m["evaluated"]}
 
         def name(size: int, trained: int = m["train_image_size"]) -> str:

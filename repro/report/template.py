@@ -72,11 +72,16 @@ def _call(part: Callable[..., Any], report: Report, *arguments: Any) -> Any:
 def judge(report: Report, says: str) -> str:
     """Return the answer to a question of the verdict in words, with its numbers.
 
-    `says` is that of the `paper.Question`.
+    `says` is that of a question in the paper's paper.yaml, word by word; each question has its own.
+
+    Raises:
+        ValueError: no such question.
     """
-    (question,) = (each for each in report.paper.questions if each.says == says)
+    question = next((each for each in report.paper.questions if each.says == says), None)
+    if question is None:
+        raise ValueError(f"no question of {report.paper.name} says {says!r}; see its paper.yaml")
     verb, detail = judge_question(report.select(question))
-    return f"{verb.strip()} ({detail})"
+    return f"{verb.strip(': ')} ({detail})"
 
 
 def printed(report: Report, name: str) -> str:

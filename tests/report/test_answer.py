@@ -95,6 +95,9 @@ def test_the_fastest_way_of_either_side_is_compared_where_there_are_several(chec
         [name, "1280²", "1000 ms, 200 MiB (fp32)", large, "2.00× (1.64 to 2.44)"],
         [name, "224²", "40.0 ms, 60.0 MiB (fp32)", small, "0.200× (0.164 to 0.244)"],
     ]
+    emulated = {"dtype": "fp16", "status": "emulated", "reason": "no units"}
+    speeds(checkout, path="half", rows=[(VITTT, None, 224, None, None)], **emulated)
+    assert "fp16 on some processor, 2 threads: not measured, since no units." in speed_blocks(checkout.report())
 
 
 def test_the_record_with_most_rows_is_shown_and_among_equals_a_gpus(checkout):

@@ -121,7 +121,10 @@ def _check_val_mapping(tree: Tree, report: Reporter) -> None:
 
 
 def _make_reader(tree: Tree, depth: Depth) -> Callable[[ImageBytes], Any]:
-    """Return the loaders' function that decodes a file. All latents must have the shape of the first file."""
+    """Return the loaders' function that decodes a file. All latents must have the shape of the first file.
+
+    It is a `partial` of a module's function and no closure, since `run_parallel` sends it to worker processes.
+    """
     if tree.kind.name != "latents":
         return partial(read_rgb, upright=tree.kind.upright, max_pixels=depth.max_pixels)
     first = next((tree.source(split, 0) for split, files in tree.splits.items() if len(files.names)), None)

@@ -132,16 +132,17 @@ def _require_forms(report: Report) -> list[Source]:
 
 
 def find_backbones(report: Report) -> dict[tuple[str, str], Mapping[str, Any]]:
-    """Return (learner, form) -> row of the largest image that was timed with Vittt-T.
+    """Return (learner, form) -> row of the largest image at which Vittt-T was timed with every learner of the device.
 
-    They are of the first device that timed the unchanged learner; the result is empty if no device did.
+    The device is the first that timed the unchanged learner and another one; the result is empty if none did.
     """
     for source in _find_forms(report):
         timed = [row for row in _list_backbone_rows(source) if row["latency_ms"] is not None]
-        timed.sort(key=lambda row: row["tokens"])  # of two rows with one key, the dict keeps the last
-        found = {(row["learner"], row["form"]): row for row in timed}
-        if ("own", "auto") in found:
-            return found
+        learners = {row["learner"] for row in timed}
+        for tokens in sorted({row["tokens"] for row in timed}, reverse=True):
+            found = {(row["learner"], row["form"]): row for row in timed if row["tokens"] == tokens}
+            if ("own", "auto") in found and len(learners) > 1 and {learner for learner, _ in found} == learners:
+                return found
     return {}
 
 

@@ -44,7 +44,8 @@ def list_residuals(report: Report) -> str:
     """Tabulate, for each equation of the ledger, its largest error in fp64 and that of the repaired equation.
 
     An error has two digits, or is `< 1e-12`, where the digits differ between processors; an exact 0 is `0`. Errors are
-    the results of formulas whose name ends with `_error`; no other formula makes a row.
+    the results of formulas whose name ends with `_error`; no other formula makes a row. Where an expression has several,
+    the first argument of each is its label, so each must have one.
     """
     formulas = report.paper.formulas()
 
@@ -109,22 +110,23 @@ def weigh_learners(report: Report) -> str:
     """Tabulate Vittt's learners: accuracy on embedded data, and time at the largest measured image.
 
     Raises:
-        Missing: the unchanged learner was not timed.
+        Missing: the unchanged learner was not timed at an image size of the others.
     """
     groups = _find_groups(report, ("vittt",))
     if not (times := find_backbones(report)):
-        raise Missing("the unchanged learner was not timed", "repro kernels forms")
+        raise Missing("the learners were not timed at one image size", "repro kernels forms")
     own = times["own", "auto"]
     own_ms, side = own["latency_ms"], find_side(own["tokens"])
     # eager PyTorch against compiled loops compares implementations, not learners, so "slower" would mislead
     slower = UNLIKE if own["backend"] in _COMPILED else "slower"
     rows = []
-    for step in ("plain", "dot"):
+    for step in sorted({name for name, _ in times} - {"own"}, reverse=True):
         found = [_compare(group).get(f"vittt_{step}") for group in groups]
         words = [pair and pair.name_side("better", "worse") for pair in found]
         tested = [f"{pair.show(1)}, {word}" if pair else "–" for pair, word in zip(found, words, strict=True)]
         ms, form = min((row["latency_ms"], form) for (name, form), row in times.items() if name == step)
-        verdict = f"{'faster' if ms < own_ms else slower}, {'worse' if 'worse' in words else 'not separated'}"
+        word = next((each for each in ("worse", "better", *words) if each in words and each), "not trained")
+        verdict = f"{'faster' if ms < own_ms else slower}, {word}"
         rows.append([code(step), *tested, form, number(ms / own_ms, ".2f"), verdict])
     points = [f"points on {group.common['data']}" for group in groups]
     return table(["learner", *points, f"faster form at {side}²", "its share of the time", ""], rows)

@@ -77,7 +77,10 @@ class Segmentation(Task):
         return super().split(batch, parts)
 
     def evaluate(self, model: mmseg.models.EncoderDecoder, split: str) -> dict[str, float]:
-        """Compute mean IoU, mean accuracy and pixel accuracy in percent over a whole split, on any number of ranks."""
+        """Compute mean IoU, mean accuracy and pixel accuracy in percent over a whole split, on any number of ranks.
+
+        The record takes `confusion` and `class_iou_percent` of the last call, which must be that of the reported split.
+        """
 
         def predict(image: Tensor, size: tuple[int, int]) -> Tensor:
             return label_map(model, self.to_input(image), size)
