@@ -15,6 +15,7 @@ STAGE = Stage(params=SPEC.params, cells=True, task=SPEC)
 
 
 def command(
+    context: typer.Context,
     cell: CellOption = None,
     gpus: GpusOption = None,
     seeds: SeedsOption = None,
@@ -59,8 +60,10 @@ def command(
 
     options = {"inner": inner, "key_norm": key_norm, "dwc": dwc, "neighbours": neighbours}
     if source is None:
-        given = {"model": model, "data": data, "epochs": epochs, "batch-size": batch_size, "sha256": sha256}
-        if unused := next((name for name, value in given.items() if value is not None), None):
+        given = [
+            name for name in context.params if (by := context.get_parameter_source(name)) and by.name == "COMMANDLINE"
+        ]
+        if unused := next((name.replace("_", "-") for name in given if name not in ("cell", "seeds", "gpus")), None):
             raise UserError(f"linearize: --{unused} goes with --from; the cells of params.yaml say it themselves")
         train_cells(read_cells("linearize", SPEC, cell, seeds=seeds, recipe=describe_recipe), gpus)
         return

@@ -99,8 +99,10 @@ PEAK_TFLOPS = {
 
 
 def find_peak(gpu: str) -> float | None:
-    """Return the peak TFLOP/s of a GPU in bf16; None if it is not in `PEAK_TFLOPS`."""
-    return next((tflops for part, tflops in PEAK_TFLOPS.items() if part.lower() in gpu.lower()), None)
+    """Return the peak TFLOP/s of a GPU in bf16; None if it is not in `PEAK_TFLOPS`, or a part or a kin of one that is."""
+    if re.search(r"\b(MIG|NVL|Laptop|GB200)\b", gpu):
+        return None
+    return next((tflops for part, tflops in PEAK_TFLOPS.items() if re.search(rf"\b{part}\b", gpu)), None)
 
 
 def torch_dtype(name: str) -> Any:

@@ -250,7 +250,7 @@ class ClasslessViT(nn.Module):
     has the number of parameters that the papers report.
 
     Raises:
-        ValueError: a model with register tokens or without a position embedding.
+        ValueError: a model with register tokens, without a position embedding, or with other blocks.
     """
 
     def __init__(self, model: VisionTransformer):
@@ -259,9 +259,18 @@ class ClasslessViT(nn.Module):
             raise ValueError(
                 "a ViT with register tokens or without a position embedding cannot be the backbone of a ViT-Adapter"
             )
+        if not all(hasattr(block, name) for block in model.blocks for name in ("ls1", "ls2")):
+            raise ValueError(
+                f"blocks of {type(model.blocks[0]).__name__} have no place for the layer scales of a ViT-Adapter"
+            )
         self.model = model
         self.embed_dim, self.patch_size = model.embed_dim, model.patch_embed.patch_size[0]
-        model.cls_token = None
+        # all that follows the blocks, and all prefix tokens: nothing calls them here, and several ranks wait for the
+        # gradient of each parameter
+        model.cls_token = model.attn_pool = None
+        model.fc_norm = nn.Identity()
+        if hasattr(model, "dist_token"):
+            model.dist_token = None
         for block in model.blocks:
             for name in ("ls1", "ls2"):
                 if isinstance(getattr(block, name), nn.Identity):
@@ -427,9 +436,10 @@ class ViTAdapter(Pyramid):
         return {f"{self.trunk_name}.{name}" for name in self.trunk.no_weight_decay() if not name.startswith(EMBEDDINGS)}
 
     def is_removed(self, key: str) -> bool:
-        """Return whether a key belongs to the removed head, to a norm that is not kept, or to a ViT's class token."""
-        removed = ("fc_norm.", "head.") if self.final_norm else ("norm.", "fc_norm.", "head.")
-        return key.startswith(removed) or (isinstance(self.backbone, ClasslessViT) and key == "cls_token")
+        """Return whether a key belongs to the removed heads or pool, to a norm that is not kept, or to a ViT's prefix."""
+        removed = ("fc_norm.", "head.", "head_dist.", "attn_pool.", *(() if self.final_norm else ("norm.",)))
+        is_prefix = isinstance(self.backbone, ClasslessViT) and key in ("cls_token", "dist_token")
+        return is_prefix or key.startswith(removed)
 
     def is_added(self, key: str) -> bool:
         """Return whether the key is a layer scale that was added to a ViT."""

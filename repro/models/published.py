@@ -128,8 +128,16 @@ def build_published(
             ) from None
         except ValueError as error:
             raise UserError(" ".join(str(error).split())) from None
-        # a damaged file, or one with other keys
-        except (OSError, EOFError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
+        # a damaged file, or one with other keys; the last three come from timm's filters, which expect their model's keys
+        except (
+            OSError,
+            EOFError,
+            RuntimeError,
+            SafetensorError,
+            pickle.UnpicklingError,
+            AttributeError,
+            LookupError,
+        ) as error:
             why = f"{published.full_name}: weights cannot be loaded: {' '.join(str(error).split())[:200] or type(error).__name__}"
             raise (UserError(f"{file}: {why}") if file else RunError(why)) from None
     model.pretrained_cfg.pop("state_dict", None)  # the file's tensors, which the overlay left there

@@ -62,7 +62,10 @@ def build_model(name: str, *, img_size: int | tuple[int, int] | None = None, **o
                 raise
             model = create(**options)
     except (TypeError, ValueError, AssertionError) as error:
-        raise ValueError(f"{name}: cannot be built with {size | options}: {error}") from None
+        given = {
+            key: value for key, value in (size | options).items() if key != "pretrained_cfg_overlay"
+        }  # has tensors
+        raise ValueError(f"{name}: cannot be built with {given}: {error}") from None
     model.built_from = name, size | options
     return model
 

@@ -253,7 +253,9 @@ def find_finished_seeds(cell: Cell) -> dict[int, dict[str, Any]]:
         return {}  # a cell of the graph is trained again, as DVC does
     record = read_record(file)
     finished = {entry["seed"]: entry for entry in record["metrics"]["by_seed"]}
-    params = dataclasses.replace(cell.params, seeds=tuple(finished))
+    # in the order of the cell, since a hash of params knows the order
+    seeds = (*cell.params.seeds, *finished)
+    params = dataclasses.replace(cell.params, seeds=tuple(seed for seed in dict.fromkeys(seeds) if seed in finished))
     now = {"params_hash": params_hash(params), "data_manifest_hash": hash_file(cell.inputs[0])}
     if set(cell.params.seeds) - set(finished):  # new seeds must run the code of the old ones: a record names one code
         now["golden_hash"] = hash_golden(cell.paths, cell.params)

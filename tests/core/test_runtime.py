@@ -15,6 +15,7 @@ from repro.core.runtime import (
     describe_place,
     device_label,
     explain_emulation,
+    find_peak,
     load_runtime,
     parse_blas,
 )
@@ -174,3 +175,24 @@ print(by_default, count())
 """
     by_default, kept = map(int, run_python("-c", script).stdout.split())
     assert by_default > 40 > kept  # at least 20 huge pages of 2 MiB for each mapping
+
+
+@pytest.mark.parametrize(
+    ("gpu", "tflops"),
+    [
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        # a part of one, or another chip of nearly its name
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("NVIDIA RTX A1000 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA GB200", None),
+        ("NVIDIA L4", None),
+    ],
+)
+def test_a_peak_is_that_of_the_whole_gpu(gpu, tflops):
+    assert find_peak(gpu) == tflops

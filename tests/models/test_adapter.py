@@ -208,6 +208,22 @@ def test_maps_are_tokens_prior_and_patches_added(family, features, final_norm):
         torch.testing.assert_close(maps[i], adapter.norms[i](levels[i] + resized), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("deit_tiny_patch16_224", {"global_pool": "avg"}),  # with a norm after the pool
+        ("deit_tiny_distilled_patch16_224", {}),  # with a token and a head of its own
+        ("vit_base_patch16_siglip_224", {}),  # pools by attention
+    ],
+)
+def test_each_parameter_of_a_vit_has_a_gradient_and_no_removed_key(name, options):
+    """Several ranks wait for the gradient of each parameter."""
+    adapter = build_pyramid(name, options={**options, "embed_dim": 32, "num_heads": 1, "depth": 4}, size=SIZE).train()
+    sum(level.square().sum() for level in adapter(torch.randn(1, 3, 64, 64))).backward()
+    assert [name for name, weight in adapter.trunk.named_parameters() if weight.grad is None] == []
+    assert [key for key in adapter.trunk.state_dict() if adapter.is_removed(key)] == []
+
+
 @pytest.mark.parametrize(("family", "wrapped"), [("vittt", False), ("vim", True), ("deit", True)])
 def test_layer_decay(family, wrapped):
     """Section 2.3: rate^(last - id), where id is 0 for embeddings, i + 1 for block i, and the last for the rest."""

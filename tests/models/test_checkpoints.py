@@ -98,6 +98,15 @@ def test_a_timm_file_with_integers_or_nan_is_refused(tmp_path, key, value):
         open_weights(tmp_path / "deit.pth", model=DEIT).read_state({"depth": 1})
 
 
+@pytest.mark.parametrize("model", ["convnext_atto", SWIN, "resnet18"])
+def test_a_timm_file_of_another_architecture_is_one_line(tmp_path, model):
+    """Filters of timm look for their own keys in it."""
+    torch.save(timm.create_model(DEIT, depth=1).state_dict(), tmp_path / "deit.pth")
+    with pytest.raises(UserError, match=f"deit.pth: {model}.*: weights cannot be loaded") as caught:
+        open_weights(tmp_path / "deit.pth", model=model).build()
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
 def test_the_moving_average_of_a_timm_file_counts_and_its_counters_are_integers(tmp_path):
     model = timm.create_model("resnet18", num_classes=5)
     other = {key: x + 1 for key, x in model.state_dict().items()}

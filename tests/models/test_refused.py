@@ -56,6 +56,7 @@ PYRAMIDS = [
     (VITTT, {"patch_size": 8}, {}, "patches of 8 pixels and 4 blocks"),
     (VITTT, {}, {"features": "every"}, "'every'"),
     ("deit_nano_patch16_144", {"reg_tokens": 2}, {}, "register tokens"),
+    ("vit_base_patch16_rpn_224", {"embed_dim": 64, "num_heads": 1, "depth": 4}, {}, "ResPostBlock"),
     ("vit_tiny_patch16_224", {"global_pool": "avg"}, {"final_norm": True}, "no final norm; leave out final_norm"),
     (SWIN, {}, {"final_norm": True}, "its maps have norms of their own; leave out final_norm"),
     ("xcit_nano_12_p16_224", {}, {}, "its maps have the strides 16; a pyramid also needs 4"),

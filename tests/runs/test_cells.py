@@ -46,7 +46,7 @@ def test_the_speed_of_a_cell_is_that_of_its_last_seed(tmp_path, speeds, recorded
 
 
 @dataclasses.dataclass
-class OneSeed:
+class Seeds:
     seeds: tuple[int, ...]
 
 
@@ -140,7 +140,7 @@ def test_seeds_from_other_initial_weights_are_not_joined(tmp_path, monkeypatch):
     manifest, weights, record = tmp_path / "manifest", tmp_path / "weights", tmp_path / "record.json"
     manifest.write_text("data")
     weights.write_text("before")
-    params = OneSeed(seeds=(0,))
+    params = Seeds(seeds=(0,))
     cell = SimpleNamespace(record=record, is_of_graph=False, params=params, inputs=(manifest, weights), init=weights)
     monkeypatch.setattr(cells, "params_hash", lambda params: "p")
     identity = {"params_hash": "p", "data_manifest_hash": cells.hash_file(manifest)}
@@ -152,3 +152,16 @@ def test_seeds_from_other_initial_weights_are_not_joined(tmp_path, monkeypatch):
     weights.write_text("after")
     with pytest.raises(UserError, match="initial weights"):
         cells.find_finished_seeds(cell)
+
+
+def test_a_cell_whose_seeds_descend_finds_its_own_record(tmp_path, monkeypatch):
+    manifest, record = tmp_path / "manifest", tmp_path / "record.json"
+    for file in (manifest, record):
+        file.touch()
+    params = Seeds(seeds=(2, 0))
+    cell = SimpleNamespace(record=record, is_of_graph=False, params=params, inputs=(manifest,), init=None)
+    monkeypatch.setattr(cells, "params_hash", lambda params: str(params.seeds))
+    identity = {"params_hash": "(2, 0)", "data_manifest_hash": cells.hash_file(manifest)}
+    metrics = {"by_seed": [{"seed": 0}, {"seed": 2}], "epochs": 1}
+    monkeypatch.setattr(cells, "read_record", lambda file: {"metrics": metrics, "identity": identity})
+    assert sorted(cells.find_finished_seeds(cell)) == [0, 2]

@@ -151,6 +151,8 @@ COMMANDS = {
     "kernels check": "CUDA",
     "kernels check --op bi_wvk": "bi_wvk 'bi_wkv'",
     "linearize --data digits": "--data --from",
+    "linearize --inner gate": "--inner --from",
+    "linearize --cell student --freeze": "--freeze --from",
     "linearize --from absent.pth": "--from absent.pth",
     "linearize --from resnet18": "--from resnet18 ViT",
     "linearize --from short.pth": "short.pth --model",
