@@ -116,6 +116,8 @@ def train_own(
     start = OwnTraining(data=data, model=model, init=init, flip=flip, epochs=epochs)
     if own.kind == "folder":
         params = choose_recipe(start, images, size or get_pretrained_cfg_value(model, "input_size")[-1])
+        if source is not None:
+            params = dataclasses.replace(params, transform=params.transform.adapt(checkpoint.preprocessing))
     elif stage == "detect":
         params = choose_detector(start, open_cell(paths, runtime, data).open_instances("train"))
     else:
