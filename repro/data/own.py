@@ -69,7 +69,7 @@ def locate_own(paths: Paths, own: OwnData) -> Path:
         UserError: the name is reserved for another set.
     """
     source = own_folder(paths, own) / "data" / "source.txt"
-    if source.is_file() and (other := source.read_text(encoding="utf-8").strip()) != _describe(own):
+    if source.is_file() and (other := source.read_text(encoding="utf-8").removesuffix("\n")) != _describe(own):
         raise UserError(
             f"{own.path}: another set is called {own.name.removeprefix('own_')}, {other}; rename one, or, where it was "
             f"moved here, remove {source}"
@@ -116,13 +116,11 @@ def split_own(paths: Paths, own: OwnData) -> None:
             held_out.remove(min(files, key=_draw))
         for file in files:
             split = "val" if file in held_out else "train"
-            link = os.path.join(split, label, _shorten(file.replace("/", "__"), MOST_BYTES))
+            link = os.path.join(split, _show(label), _shorten(file.replace("/", "__"), MOST_BYTES))
             if links.setdefault(link, file) != file:
                 where = f"two pictures would be {os.path.basename(link)} here"
                 raise UserError(f"{own.path}: {where}, {links[link]} and {file}; rename one")
-            # the table is UTF-8, but a file name may be any bytes
-            shown = os.fsencode(file).decode("utf-8", "backslashreplace")
-            rows.append({"file": shown, "label": label, "split": split})
+            rows.append({"file": _show(file), "label": _show(label), "split": split})
     unfinished = root.with_name(f"{root.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)  # holds only links
     try:
@@ -143,7 +141,12 @@ def _needs_split(own: OwnData) -> bool:
 
 
 def _describe(own: OwnData) -> str:
-    return f"{own.kind}:{os.fsencode(own.path).decode('utf-8', 'backslashreplace')}"
+    return f"{own.kind}:{_show(own.path)}"
+
+
+def _show(name: str | Path) -> str:
+    """Return a name, which may be any bytes, as text that UTF-8 can hold."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 def _shorten(name: str, most_bytes: int) -> str:
