@@ -107,8 +107,12 @@ def train_own(
     if model is not None:
         try:
             require_known(model)
+            size = size or get_pretrained_cfg_value(model, "input_size")[-1]
         except ValueError as error:
             raise UserError(f"{stage}: --model {error}") from None
+        except RuntimeError:  # timm's, for an unknown tag and for a denoiser
+            problem = "is no classifier, or none with this tag"
+            raise UserError(f"{stage}: --model {model}: {problem}; name a classifier without a tag") from None
     if "WORLD_SIZE" not in os.environ:  # else the process that started torchrun has done it
         prepare_own(data, paths, runtime)
     images = read_manifest(manifest_path(paths, data)).splits["train"].images
