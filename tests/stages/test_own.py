@@ -60,6 +60,21 @@ def test_every_picture_is_on_one_side_and_stays_there(tmp_path):
         assert link.resolve() == source / file
 
 
+def test_links_are_made_again_only_where_something_changed(tmp_path):
+    source, root = draw(tmp_path / "pets", {"cat": 6, "dog": 6}), tmp_path / "checkout/data/own_pets"
+    before = split(tmp_path, source)
+    made = root.stat().st_ino
+    (tmp_path / "checkout/data/own_pets.tmp").mkdir()  # somebody's
+    assert split(tmp_path, source) == before and root.stat().st_ino == made
+    link = next((root / "train/cat").iterdir())
+    target = link.readlink()
+    for spoil in (lambda: None, lambda: link.symlink_to(source / "dog/000.png")):
+        link.unlink()
+        spoil()
+        assert split(tmp_path, source) == before and link.readlink() == target
+    assert sorted(path.name for path in root.parent.iterdir()) == ["own_pets", "own_pets.tmp"]
+
+
 def test_a_small_class_is_on_both_sides(tmp_path):
     found = split(tmp_path, draw(tmp_path / "pets", {"cat": 20, "dog": 2}))
     assert {side for file, side in found.items() if file.startswith("dog/")} == {"train", "val"}
