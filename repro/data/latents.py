@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from .classification import ImageFolder
+from .pixels import explain_error
 from .tree import ImageBytes, Tree
 
 
@@ -49,7 +50,11 @@ def read_latents(source: ImageBytes, shape: Sequence[int] | None = None) -> torc
     Raises:
         ValueError, OSError: the file holds anything else, or not `shape`, which is (K, h, w).
     """
-    found = np.load(io.BytesIO(source.read()), allow_pickle=False)
+    content = source.read()
+    try:
+        found = np.load(io.BytesIO(content), allow_pickle=False)
+    except Exception as error:  # NumPy raises whatever a damaged file leads to
+        raise ValueError(explain_error(error)) from None
     if not isinstance(found, np.ndarray) or found.dtype not in (np.float16, np.float32):
         raise ValueError(f"{getattr(found, 'dtype', 'no array')}, expected an array of float16 or float32")
     wanted = found.shape[-3:] if shape is None else tuple(shape)

@@ -82,7 +82,7 @@ def verify(manifest: Manifest, root: Path, folders: Mapping[str, Sequence[Folder
     """Compare a data set at `root`, or a part of it, with its manifest; `folders` are the present ones by split.
 
     Raises:
-        UserError: a class folder is missing or unknown, or the first folder that differs, with the number of others.
+        UserError: a class folder is missing, any folder is unknown, or the first folder that differs, with the number of others.
     """
     if KINDS[manifest.kind].embedded:
         advice = f"remove {root} and run the same command again, which writes the data set again"
@@ -94,6 +94,8 @@ def verify(manifest: Manifest, root: Path, folders: Mapping[str, Sequence[Folder
         if "folders" in KINDS[manifest.kind].parts and (single := names ^ records.keys()):
             problem = "is not in the manifest" if min(single) in names else "is missing"
             raise UserError(f"{root}: class folder {min(single)!r} {problem}; {advice}")
+        if unknown := names - records.keys():
+            raise UserError(f"{root}: {min(unknown)!r} is not in the manifest; {advice}")
         different += [(folder, records[folder.name]) for folder in listed if folder.record != records[folder.name]]
     if not different:
         return

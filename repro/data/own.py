@@ -11,13 +11,14 @@ import csv
 import hashlib
 import os
 import re
-import shutil
+import tempfile
 import unicodedata
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from ..core.csvfile import write_csv
+from ..core.csvfile import format_csv
 from ..core.errors import UserError
 from ..core.paths import Paths
 from ..core.record import write_text
@@ -25,6 +26,7 @@ from .findings import RaiseFirst
 from .kinds import OWN_KINDS
 from .pictures import EXTENSIONS, find_splits, is_left_out, is_picture, list_classes
 
+_TABLE = "split.csv"
 _HELD_OUT = 5  # one picture in this many is held out
 MOST_BYTES = 255  # limit of common file systems on a file name
 _MOST_IN_RESULTS = 100  # limit on a set's name; the names of its records are longer
@@ -69,7 +71,7 @@ def locate_own(paths: Paths, own: OwnData) -> Path:
         UserError: the name is reserved for another set.
     """
     source = own_folder(paths, own) / "data" / "source.txt"
-    if source.is_file() and (other := source.read_text(encoding="utf-8").strip()) != _describe(own):
+    if source.is_file() and (other := source.read_text(encoding="utf-8").removesuffix("\n")) != _describe(own):
         raise UserError(
             f"{own.path}: another set is called {own.name.removeprefix('own_')}, {other}; rename one, or, where it was "
             f"moved here, remove {source}"
@@ -106,7 +108,7 @@ def split_own(paths: Paths, own: OwnData) -> None:
         raise UserError(f"{own.path}: holds {found}; a classifier needs two classes or more")
     if few := sorted(label for label, files in classes.items() if len(files) < 2):
         raise UserError(f"{own.path}: class {few[0]!r} has one picture; add another, to learn from one and test on one")
-    if root.exists() and not (root / "split.csv").is_file():
+    if root.exists() and not (root / _TABLE).is_file():
         raise UserError(f"{root}: is in the way; move it, or rename {own.path.name}")
     links, rows = {}, []
     for label, files in classes.items():
@@ -116,26 +118,34 @@ def split_own(paths: Paths, own: OwnData) -> None:
             held_out.remove(min(files, key=_draw))
         for file in files:
             split = "val" if file in held_out else "train"
-            link = os.path.join(split, label, _shorten(file.replace("/", "__"), MOST_BYTES))
+            link = os.path.join(split, _show(label), _shorten(file.replace("/", "__"), MOST_BYTES))
             if links.setdefault(link, file) != file:
                 where = f"two pictures would be {os.path.basename(link)} here"
                 raise UserError(f"{own.path}: {where}, {links[link]} and {file}; rename one")
-            # the table is UTF-8, but a file name may be any bytes
-            shown = os.fsencode(file).decode("utf-8", "backslashreplace")
-            rows.append({"file": shown, "label": label, "split": split})
-    unfinished = root.with_name(f"{root.name}.tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)  # holds only links
+            rows.append({"file": _show(file), "label": _show(label), "split": split})
+    targets = {link: str(base / file) for link, file in links.items()}
+    if _holds(root, targets, table := format_csv(rows)):  # a training may be reading it
+        return
     try:
-        for link, file in links.items():
-            (unfinished / link).parent.mkdir(parents=True, exist_ok=True)
-            (unfinished / link).symlink_to(base / file)
-        write_csv(unfinished / "split.csv", rows)
-        shutil.rmtree(root, ignore_errors=True)
-        unfinished.rename(root)
+        root.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=root.parent, prefix=f".{root.name}.") as around:
+            new = Path(around) / "new"
+            for link, target in targets.items():
+                (new / link).parent.mkdir(parents=True, exist_ok=True)
+                (new / link).symlink_to(target)
+            write_text(new / _TABLE, table)
+            if root.exists():
+                root.rename(Path(around) / "old")
+            new.rename(root)
     except OSError as error:
         raise UserError(f"{error.filename2 or error.filename or root}: {error.strerror}; no link is left") from None
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _holds(root: Path, targets: Mapping[str, str], table: str) -> bool:
+    """Return whether a folder of links has these targets by link, this table, and nothing else."""
+    files = [os.path.join(folder, name) for folder, _, names in os.walk(root) for name in names]
+    found = {os.path.relpath(file, root): os.path.islink(file) and os.readlink(file) for file in files}
+    return found == {**targets, _TABLE: False} and (root / _TABLE).read_bytes() == table.encode()
 
 
 def _needs_split(own: OwnData) -> bool:
@@ -143,7 +153,12 @@ def _needs_split(own: OwnData) -> bool:
 
 
 def _describe(own: OwnData) -> str:
-    return f"{own.kind}:{os.fsencode(own.path).decode('utf-8', 'backslashreplace')}"
+    return f"{own.kind}:{_show(own.path)}"
+
+
+def _show(name: str | Path) -> str:
+    """Return a name, which may be any bytes, as text that UTF-8 can hold."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 def _shorten(name: str, most_bytes: int) -> str:

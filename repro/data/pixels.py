@@ -134,7 +134,9 @@ def _open(
             image.load()
             if not upright:
                 return image, image.format, 1
-            return ImageOps.exif_transpose(image), image.format, image.getexif().get(_ORIENTATION, 1)
+            turned = image.getexif().get(_ORIENTATION)  # a damaged file may have any type here
+            turned = turned if isinstance(turned, int) and 2 <= turned <= 8 else 1
+            return ImageOps.exif_transpose(image), image.format, turned
     except WrongSize:
         raise
     except Exception as error:  # Pillow raises whatever a damaged file leads to

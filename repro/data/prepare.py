@@ -147,7 +147,7 @@ def scan_manifest(root: Path, kind: str, generated: object = None, report: Repor
     `generated` are the settings that wrote an embedded data set, or cut `tune` off another.
 
     Raises:
-        UserError: see `scan_tree`, `coco.read_classes` and `ade20k.read_classes`.
+        UserError: a class whose name is not UTF-8; see also `scan_tree`, `coco.read_classes` and `ade20k.read_classes`.
     """
     row, classes = KINDS[kind].at(root), ()
     folders: dict[str, list[Folder]] = {}
@@ -155,6 +155,8 @@ def scan_manifest(root: Path, kind: str, generated: object = None, report: Repor
         if part == "folders":
             tree = scan_tree(root, row, report, tune=None if row.embedded else generated)
             row, classes, list_folders = tree.kind, tree.classes, tree.list_folders
+            if odd := [name for name in classes if name != name.encode(errors="ignore").decode()]:
+                raise UserError(f"{root}: the name of the class folder {odd[0]} is not UTF-8; rename it")
         else:
             reader = {"coco": coco, "ade20k": ade20k}[part]
             more = {"boxes_as_masks": row.boxes_as_masks} if part == "coco" else {}

@@ -94,6 +94,11 @@ class TransformSettings:
         statistics = {name: tuple(preprocessing[name]) for name in ("mean", "std")}
         return cls(image_size=image_size or preprocessing["input_size"][-1], **shared, **statistics)
 
+    def adapt(self, preprocessing: Mapping[str, Any]) -> "TransformSettings":
+        """Return these settings with the filter, mean and std that given weights learnt with; see `from_preprocessing`."""
+        seen = self.from_preprocessing(preprocessing)
+        return dataclasses.replace(self, interpolation=seen.interpolation, mean=seen.mean, std=seen.std)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DigitsSettings:

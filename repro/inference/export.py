@@ -109,11 +109,13 @@ def _write_timm(model: nn.Module, facts: dict[str, Any], folder: Path) -> Callab
         "model_args": {key: value for key, value in facts["options"].items() if key != "num_classes"},
         "num_classes": len(facts["classes"]),
         "num_features": model.num_features,
-        "global_pool": model.global_pool,
         "label_names": facts["classes"],
         "pretrained_cfg": known,
         METADATA_KEY: {"weights_hash": facts["weights_hash"]},
     }
+    pooling = getattr(model, "global_pool", None)
+    if isinstance(pooling, str):  # some of timm's models have a module of this name, or none
+        config["global_pool"] = pooling
     write_json(folder / "config.json", config)
     # for timm's --class-map: timm's scripts sort class folders by the numbers in their names, and ours alphabetically
     (folder / CLASS_MAP).write_text("".join(f"{name}\n" for name in facts["classes"]), "utf-8", "surrogateescape")

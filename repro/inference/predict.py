@@ -40,8 +40,9 @@ def predict_pictures(
         min_score: smallest score of a drawn detection.
 
     Raises:
-        UserError: weights of another task, two pictures with the same output file, or a folder with predictions of
-            other weights, before anything is written; unreadable pictures, after the others.
+        UserError: weights of another task, two pictures with the same output file, a drawing that would replace a
+            picture, or a folder with predictions of other weights, before anything is written; unreadable pictures,
+            after the others.
     """
     runtime = load_runtime(find_root())
     device = choose_device(runtime.device)
@@ -60,6 +61,8 @@ def predict_pictures(
         raise UserError(f"{weights}: {error}") from None
     files = find_pictures(given, unique_names=predictor.draws)
     about = {"weights": weights.name, "weights_hash": checkpoint.hash, "model": checkpoint.model, "task": own_task}
+    if predictor.draws:
+        _require_apart(files, output)
     beside = _open_output(output / "predictions.json", about, files) if predictor.draws else {}
     found, rows, unread = {}, [], []
     pictures = _read(files, predictor, unread, runtime.max_pixels)
@@ -118,6 +121,16 @@ def find_pictures(given: list[Path], *, unique_names: bool = False) -> list[Path
             f"{repeated}: another picture is also named {repeated.stem}, and one result would replace the other; rename one"
         )
     return files
+
+
+def _require_apart(files: list[Path], output: Path) -> None:
+    """Raise a UserError if a drawing in `output` would be one of the pictures."""
+    pictures = {(found.st_dev, found.st_ino) for found in map(os.stat, filter(os.path.exists, files))}
+    for drawing in filter(os.path.exists, (output / f"{path.stem}.png" for path in files)):
+        found = drawing.stat()
+        if (found.st_dev, found.st_ino) in pictures:
+            problem = "is one of the pictures, and a drawing would replace it"
+            raise UserError(f"{drawing}: {problem}; name another folder with --output")
 
 
 def _open_output(file: Path, about: dict[str, str], files: list[Path]) -> dict[str, Any]:

@@ -67,8 +67,10 @@ def make_cell(
     changes: dict[str, Any] = {"model": name, "options": of_shell | options, "teacher": teacher, "snapshot_epochs": ()}
     changes["init"] = describe_init(paths, file)
     changes["freeze"] = freeze
+    transform = params.transform.adapt(opened.preprocessing)
     if params.data != (data or params.data):  # the images of other data, as the ViT saw its own
-        changes |= {"data": data, "transform": dataclasses.replace(params.transform, image_size=opened.image_size)}
+        changes["data"], transform = data, dataclasses.replace(transform, image_size=opened.image_size)
+    changes["transform"] = transform
     if batch_size:
         changes["batch_size"] = batch_size
     if seeds:

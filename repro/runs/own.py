@@ -107,8 +107,12 @@ def train_own(
     if model is not None:
         try:
             require_known(model)
+            size = size or get_pretrained_cfg_value(model, "input_size")[-1]
         except ValueError as error:
             raise UserError(f"{stage}: --model {error}") from None
+        except RuntimeError:  # timm's, for an unknown tag and for a denoiser
+            problem = "is no classifier, or none with this tag"
+            raise UserError(f"{stage}: --model {model}: {problem}; name a classifier without a tag") from None
     if "WORLD_SIZE" not in os.environ:  # else the process that started torchrun has done it
         prepare_own(data, paths, runtime)
     images = read_manifest(manifest_path(paths, data)).splits["train"].images
@@ -116,6 +120,8 @@ def train_own(
     start = OwnTraining(data=data, model=model, init=init, flip=flip, epochs=epochs)
     if own.kind == "folder":
         params = choose_recipe(start, images, size or get_pretrained_cfg_value(model, "input_size")[-1])
+        if source is not None:
+            params = dataclasses.replace(params, transform=params.transform.adapt(checkpoint.preprocessing))
     elif stage == "detect":
         params = choose_detector(start, open_cell(paths, runtime, data).open_instances("train"))
     else:

@@ -158,6 +158,14 @@ def test_a_turned_photo_is_read_where_its_size_says_how_it_was_labelled(tmp_path
     assert pairs.read(0)[1].shape == shown[::-1]
 
 
+@pytest.mark.parametrize("entry", [b"\0\x02\0\0\0\x02" + b"6\0\0\0", b"\0\x03\0\0\0\x01" + b"\0\x09\0\0"])
+def test_an_orientation_that_is_none_turns_nothing(tmp_path, entry):
+    """A text, and the number 9; the entry has a type, a count and a value."""
+    exif = b"Exif\0\0MM\0*\0\0\0\x08\0\x01" + b"\x01\x12" + entry + bytes(4)
+    write_pair(name_classes(tmp_path), np.resize(LABELS, (24, 24)), size=(24, 24), exif=exif)
+    assert AdePairs(tmp_path, "train").read(0)[1].shape == (24, 24)
+
+
 def check(root, *values, names=b"sky\nroad\ncar\n"):
     """The lines and warnings of a check of two splits whose label maps have these values, a row of each."""
     for split in ("training", "validation"):

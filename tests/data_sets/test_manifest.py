@@ -173,6 +173,18 @@ def test_what_differs_from_the_manifest_is_one_line(scenes, spoil, file, message
     assert "\n" not in str(caught.value)
 
 
+def test_a_coco_renamed_after_its_preparation_is_one_line(published):
+    root = published / "coco"
+    manifest = scan_manifest(root, "coco")
+    (root / "train2017").rename(root / "train")
+    (root / "annotations/instances_train2017.json").rename(root / "annotations/instances_train.json")
+    with pytest.raises(
+        UserError, match=r"'annotations/instances_train\.json' is not in the manifest; restore"
+    ) as caught:
+        make_cell(root, manifest).open_instances("train")
+    assert "\n" not in str(caught.value)
+
+
 def test_every_split_is_judged_as_it_is_scanned(scenes):
     file = scenes / LISTED
     file.write_text(file.read_text().replace("digit 0", "zero"))

@@ -490,6 +490,28 @@ def test_two_sets_of_one_name_do_not_mix(tmp_path, first, other):
     prepare_own(mine.replace("/a/", "/b/../a/"), paths, runtime)  # the same one by another path
 
 
+def test_a_folder_whose_name_ends_in_a_space_is_the_same_set_when_it_is_opened(tmp_path):
+    data = f"folder:{nest(tmp_path / 'pets ', 'cat', 'dog', classes=('.',))}"
+    paths, runtime = Paths(tmp_path / "checkout"), Runtime(data_roots={})
+    prepare_own(data, paths, runtime)
+    assert open_cell(paths, runtime, data).open_tree().classes == ("cat", "dog")
+
+
+@pytest.mark.parametrize("label", [b"caf\xe9", "caf\u00e9".encode()])
+def test_class_folders_of_any_name_are_prepared(pets, tmp_path, label):
+    os.rename(pets / "cat", os.path.join(os.fsencode(pets), label))
+    data, paths, runtime = f"folder:{pets}", Paths(tmp_path / "checkout"), Runtime(data_roots={})
+    prepare_own(data, paths, runtime)
+    shown = label.decode("utf-8", "backslashreplace")
+    assert open_cell(paths, runtime, data).open_tree().classes == (shown, "dog")
+    with open(paths.root / "data/own_pets/split.csv", newline="", encoding="utf-8") as stream:
+        assert {row["label"] for row in csv.DictReader(stream)} == {shown, "dog"}
+    root = link_splits(pets, tmp_path / "split")  # read in place
+    if shown != os.fsdecode(label):
+        with pytest.raises(UserError, match="not UTF-8; rename it"):
+            prepare_own(f"folder:{root}", paths, runtime)
+
+
 def test_the_home_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     nest(tmp_path / "pets", "train", "val")

@@ -89,6 +89,23 @@ def test_drawings_are_those_of_one_file_of_weights(tmp_path, monkeypatch, json):
         assert read_json(json)["pictures"] == {"a.png": []}
 
 
+@pytest.mark.parametrize("given", ["photos/a.png", "photos/../photos", "a.png"])
+def test_no_drawing_replaces_a_picture(tmp_path, monkeypatch, given):
+    """The picture given by its path, by its folder and by a link."""
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    Image.new("RGB", (2, 2)).save(photos / "a.png")
+    (tmp_path / "a.png").symlink_to(photos / "a.png")
+    before = (photos / "a.png").read_bytes()
+    drawing = Predictor(look=lambda pictures: [Sight("seen", [], Image.new("RGB", (1, 1)))])
+    checkpoint = SimpleNamespace(task={"name": "detect"}, hash="1" * 16, model="x")
+    monkeypatch.setattr(predict, "load_tasks", lambda: {"detect": SimpleNamespace(open_predictor=lambda *_: drawing)})
+    monkeypatch.setattr(predict, "open_own", lambda path: checkpoint)
+    with pytest.raises(UserError, match="replace it; .*--output"):
+        predict.predict_pictures([tmp_path / given], Path("w"), None, photos, None, 0.5)
+    assert (photos / "a.png").read_bytes() == before and len(list(photos.iterdir())) == 1
+
+
 def test_the_work_before_the_first_picture_grows_with_their_number(tmp_path, monkeypatch):
     """Counted as calls of Python and C functions, of which a square would make four times as many for twice the pictures."""
 

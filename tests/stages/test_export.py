@@ -1,6 +1,7 @@
 """`repro export`: the target programs read the files, and what cannot be exported is one line."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -87,6 +88,18 @@ def test_a_folder_for_timm(saved, tmp_path, repro_cli, family, options):
     assert ours["num_classes"] == 3
     for one, two in ((ours, theirs), (our_config, their_config)):
         assert {key: one[key] for key in two if key not in said} == {key: two[key] for key in two if key not in said}
+
+
+@pytest.mark.parametrize("name", ["resnet18", "convnext_atto"])
+def test_a_folder_names_only_a_pooling_that_is_an_option(tmp_path, monkeypatch, repro_cli, name):
+    """ResNet's `global_pool` is a module, and ConvNeXt has none."""
+    monkeypatch.chdir(tmp_path)
+    options = {"num_classes": 3}
+    described = {"name": name, "options": options, "preprocessing": PREPROCESSING, "classes": CLASSES}
+    save_weights(tmp_path / "weights.safetensors", build_model(name, **options), **described)
+    out = repro_cli.run("export", "--weights", "weights.safetensors", "--format", "safetensors", "-o", "folder")
+    assert "differ by at most 0.0e+00" in out
+    assert "global_pool" not in json.loads(Path("folder/config.json").read_text())
 
 
 @pytest.mark.parametrize("family", first(["vrwkv", "vim", "vit3"]))

@@ -68,6 +68,9 @@ def test_a_published_size_is_found_by_its_file(ready):
     cell = from_weights.make_cell("vit.pth", model="vit_tiny_patch16_224", **asked, **recipe)
     assert (cell.params.model, cell.params.seeds, cell.params.batch_size) == ("t5_tiny_patch16_224", (0, 1), 64)
     assert cell.name == "vit-inner_gate-dwc_v-digits-frozen-1epochs"
+    # timm's ViTs saw pixels in [-1, 1]
+    transform = cell.params.transform
+    assert (transform.image_size, transform.mean, transform.std) == (32, (0.5,) * 3, (0.5,) * 3)
     job = build_job(cell, 0)
     job.close()
     # the grid of the images of the cell is smaller, so the positions are resampled; classes are others

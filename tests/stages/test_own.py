@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
+import torch
 from PIL import Image
 
 from repro.core.errors import UserError
@@ -16,7 +18,9 @@ from repro.data.ade20k import AdePairs
 from repro.data.coco import read_instances
 from repro.data.own import parse_own, split_own
 from repro.data.prepare import prepare_own
-from repro.runs.own import SMALL, OwnTraining, choose_detector, choose_recipe, choose_segmenter
+from repro.data.settings import TransformSettings
+from repro.runs.own import SMALL, OwnTraining, choose_detector, choose_recipe, choose_segmenter, train_own
+from repro.tasks.classification.spec import Classify
 from repro.training.params import InitParams
 from tests.data_sets.conftest import cut
 from tests.data_sets.made import annotation
@@ -54,6 +58,21 @@ def test_every_picture_is_on_one_side_and_stays_there(tmp_path):
     for file, side in after.items():
         link = root / side / Path(file).parent / file.replace("/", "__")
         assert link.resolve() == source / file
+
+
+def test_links_are_made_again_only_where_something_changed(tmp_path):
+    source, root = draw(tmp_path / "pets", {"cat": 6, "dog": 6}), tmp_path / "checkout/data/own_pets"
+    before = split(tmp_path, source)
+    made = root.stat().st_ino
+    (tmp_path / "checkout/data/own_pets.tmp").mkdir()  # somebody's
+    assert split(tmp_path, source) == before and root.stat().st_ino == made
+    link = next((root / "train/cat").iterdir())
+    target = link.readlink()
+    for spoil in (lambda: None, lambda: link.symlink_to(source / "dog/000.png")):
+        link.unlink()
+        spoil()
+        assert split(tmp_path, source) == before and link.readlink() == target
+    assert sorted(path.name for path in root.parent.iterdir()) == ["own_pets", "own_pets.tmp"]
 
 
 def test_a_small_class_is_on_both_sides(tmp_path):
@@ -123,6 +142,19 @@ def test_from_class_folders_to_a_prediction(checkout, repro_cli, tmp_path):
     assert "top-1" in repro_cli.run("evaluate", "--weights", str(weights), "--data", data)
     assert "off" in repro_cli.run("predict", str(source / "on/000.png"), "--weights", str(weights))
     assert "from_weights" in repro_cli.run("pretrain", "--data", data, "--from", str(weights), "--epochs", "1")
+
+
+def test_given_weights_see_pictures_as_before(checkout, tmp_path, monkeypatch):
+    """timm's ViTs saw pixels in [-1, 1], and DeiT with ImageNet's mean and std."""
+    cells, data = [], f"folder:{draw(tmp_path / 'pets', {'cat': 4, 'dog': 4})}"
+    monkeypatch.setattr("repro.runs.own.train_cells", lambda found, gpus: cells.extend(found))
+    others = {"epochs": 1, "seeds": 1, "flip": False, "sha256": None, "gpus": None, "without": {}}
+    for model in ("vit_tiny_patch16_224", "deit_tiny_patch16_224"):
+        torch.save(timm.create_model(model, depth=1).state_dict(), tmp_path / f"{model}.pth")
+        train_own("pretrain", Classify(), data, model=model, source=tmp_path / f"{model}.pth", **others)
+    vit, deit = (cell.params.transform for cell in cells)
+    assert (vit.image_size, vit.mean, vit.std) == (224, (0.5,) * 3, (0.5,) * 3)
+    assert deit == dataclasses.replace(vit, mean=TransformSettings.mean, std=TransformSettings.std)
 
 
 SIDE = 64  # of a picture of scenes, in pixels

@@ -75,6 +75,8 @@ COMMANDS = {
     "detect --data folder:.": "--data folder:. coco:",
     "detect --data coco:rooms --random": "--random --data",
     "detect --data coco:rooms --from own.safetensors": "own.safetensors classif",
+    "detect --data coco:rooms --model resnet18.nosuchtag": "--model resnet18.nosuchtag tag",
+    "pretrain --data folder:rooms/images --model dit3_nano_patch4": "--model dit3_nano_patch4 classifier",
     "efficiency --batch-size 0": "--batch-size 1",
     "efficiency --batches 2": "--batches --batch-size --help",
     "efficiency --minutes 0": "--minutes 0.1",

@@ -63,6 +63,8 @@ def test_archives_hold_the_same_latents(latents, tmp_path):
 ARRAYS = io.BytesIO()
 np.savez(ARRAYS, latents=np.zeros((4, 2, 2), np.float32))
 NO_LATENTS = {"empty": b"", "text": b"no array", "several": ARRAYS.getvalue(), "objects": np.array(None)}
+HEADER = b"{'descr': '<f4', 'fortran_order': False, 'shape': (4, 2, 2"
+NO_LATENTS |= {"header": b"\x93NUMPY\x01\0" + len(HEADER).to_bytes(2, "little") + HEADER, "zip": ARRAYS.getvalue()[:40]}
 NO_LATENTS |= {"integers": np.zeros((4, 2, 2), np.int16), "nan": np.full((4, 2, 2), np.nan, np.float32)}
 NO_LATENTS |= {"width": np.zeros((4, 2, 3), np.float32), "three": np.zeros((3, 4, 2, 2), np.float32)}
 

@@ -134,6 +134,12 @@ def test_the_truth_leaves_unlabelled_pixels_as_they_are():
     assert np.abs(np.asarray(drawn)[:, :256] - (0.45 * 200 + 0.55 * 120)).max() <= 1
 
 
+def test_a_picture_without_labels_is_drawn_as_it_is():
+    image = torch.full((3, 512, 512), 200, dtype=torch.uint8)
+    drawn = np.asarray(draw(image, torch.full((512, 512), IGNORED), ["wall", "sky"]))
+    assert drawn.shape[0] == 512 and (drawn[:, :512] == 200).all() and (drawn[:, 512:] == 255).all()
+
+
 @pytest.mark.slow
 def test_mmsegmentations_runner_trains_and_tests_with_the_example(ade20k, tmp_path):
     """The documented configuration at a small size: one step, then the evaluation."""

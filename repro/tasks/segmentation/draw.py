@@ -43,8 +43,10 @@ def draw(image: Tensor, labels: Tensor, names: Sequence[str], min_share: float =
     shares = {int(index): int(count) / labels.numel() for index, count in zip(found, counts, strict=True)}
     palette = _FEW if len(names) <= len(_FEW) else _MANY
     colours = {index: palette[index % len(palette)] for index in shares}
-    masks = torch.stack([labels == index for index in shares])
-    mixed = draw_segmentation_masks(image, masks, alpha=0.55, colors=list(colours.values()))
+    mixed = image
+    if shares:
+        masks = torch.stack([labels == index for index in shares])
+        mixed = draw_segmentation_masks(image, masks, alpha=0.55, colors=list(colours.values()))
     picture = to_pil_image(mixed.repeat_interleave(factor, 1).repeat_interleave(factor, 2))
 
     largest_first = sorted(shares.items(), key=lambda item: -item[1])
