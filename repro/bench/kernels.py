@@ -56,8 +56,8 @@ def check_kernels(
     Args:
         op: the operator; None: all of them.
         minutes: no check begins after this time.
-        began: operators checked since this time (`read_clock`) are not checked again; None: the start of the unfinished
-            call, if there is one.
+        began: operators checked since this time (`read_clock`) are not checked again, unless a check failed at another
+            commit; None: the start of the unfinished call, if there is one.
         first: the number of checks of each operator to make; the next call continues with the others. None: all.
 
     Returns:
@@ -84,7 +84,8 @@ def check_kernels(
     since = began or state.began
     unfinished = []
     for cases in chosen:
-        if _is_since(lines.get(cases.NAME), since):
+        line = lines.get(cases.NAME)
+        if _is_since(line, since) and (not line["failed"] or line["commit"] == _find_commit(paths)):
             continue
         rows = _check_operator(cases, device, state, deadline, first)
         made = state.kept[cases.NAME].values()
@@ -381,8 +382,11 @@ def _is_since(row: Row | None, since: str) -> bool:
 def _describe_place(paths: Paths, device: Any) -> Row:
     """Return the device, versions, commit and time of a measurement."""
     versions = {name: installed_version(name) for name in ("torch", "triton")}
-    commit = (current_commit(paths.root) or "not in Git")[:12]
-    return {"device": device_label(device), "commit": commit, **versions, "measured": read_clock()}
+    return {"device": device_label(device), "commit": _find_commit(paths), **versions, "measured": read_clock()}
+
+
+def _find_commit(paths: Paths) -> str:
+    return (current_commit(paths.root) or "not in Git")[:12]
 
 
 def find_operators(op: str | None) -> list[Any]:

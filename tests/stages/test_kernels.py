@@ -121,6 +121,16 @@ def test_what_a_campaign_checked_is_not_checked_again(bare_checkout, check_rows,
     assert capsys.readouterr().out.count("ok: ") == 1
 
 
+def test_a_failed_check_is_made_again_at_another_commit(bare_checkout, check_rows, monkeypatch, capsys):
+    began = read_clock()
+    check_rows([{"operator": "bi_wkv", "check": "default config", **PASSED, "passed": False}])
+    for commit in ("a", "a", "b"):
+        monkeypatch.setattr(kernels, "current_commit", lambda root, commit=commit: commit)
+        with pytest.raises(RunError, match="1 of 1 checks failed"):
+            kernels.check_kernels(find_root(), "bi_wkv", began=began)
+    assert capsys.readouterr().out.count("FAILED: ") == 2
+
+
 TIMED = {"operator": "bi_wkv", "implementation": "triton", "passes": "forward", "dtype": "bf16", "status": "ok"}
 TIMED |= {"samples": 10, "bytes": 1, "gflop": 0.0, **vars(OPERATORS["bi_wkv"].COMPARED)}
 
