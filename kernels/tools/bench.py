@@ -28,6 +28,7 @@ FORWARD, BOTH_PASSES = "forward", "forward+backward"
 OURS = ("copy", "triton", "torch")
 # in place of the passes, in rows that are not timed; `repro.bench.kernels.find_memory_ratio` has this text written out
 MEMORY = "memory of both passes"
+MEASURED_OF_MEMORY = ("reference", "triton")
 # a step of `planned`: the sizes, the passes, and the name of the implementation
 _Step = tuple[Sizes, str, str]
 WARMUP_MS, REPEAT_MS, MIN_SAMPLES = 100, 400, 10
@@ -174,15 +175,24 @@ def _filled(row: dict[str, Any], taken: list[float], copy_ms: float | None, peak
     return row | {"share_of_copy_percent": 100 * copy_ms / median}
 
 
+def _memory_sizes(cases: Cases) -> Sizes:
+    return dataclasses.replace(cases.COMPARED, batch=8)
+
+
+def list_memory_keys(cases: Cases) -> list[str]:
+    """Return the `row_key` of each row of `measure_memory`."""
+    return [step_key(cases, _memory_sizes(cases), MEMORY, name) for name in MEASURED_OF_MEMORY]
+
+
 def measure_memory(cases: Cases, device: torch.device) -> list[dict[str, Any]]:
     """Return the rows of the peak memory of both passes above the inputs, for Appendix B.
 
     There are two, of the reference under autograd and of the kernels, with 8 samples of the shape of the goals. One
     that does not fit has the status `oom`.
     """
-    sizes = dataclasses.replace(cases.COMPARED, batch=8)
+    sizes = _memory_sizes(cases)
     rows = []
-    for name in ("reference", "triton"):
+    for name in MEASURED_OF_MEMORY:
         row = _blank(cases, name, sizes, MEMORY)
         inputs = [x.requires_grad_() for x in cases.layer_inputs(sizes, device)]
 

@@ -32,6 +32,7 @@ from .sweep import PAIR
 from .unfinished import Unfinished
 
 SHORTEST_S = 20.0  # with less time left, no step begins
+TRAINING_MINUTES = 2.0  # with less time left, no training begins
 # the cell `TRAINING`; no params file may have one of this name, because `time_training` deletes its record of a device
 TRAINED = "speed/pretrain/vittt_tiny_digits"
 TRAINING = {
@@ -98,6 +99,9 @@ def time_training(paths: Paths, minutes: float | None, began: str) -> bool:
     Two seeds are trained, and the speed is that of the second one, whose kernels are compiled. The training's own
     record is deleted.
 
+    Returns:
+        Whether it was trained: not with less than `TRAINING_MINUTES` left, because it cannot be continued.
+
     Raises:
         RunError: PyTorch sees no CUDA device.
     """
@@ -110,6 +114,8 @@ def time_training(paths: Paths, minutes: float | None, began: str) -> bool:
 
     if not torch.cuda.is_available():
         raise RunError("PyTorch sees no CUDA device")
+    if minutes is not None and minutes < TRAINING_MINUTES:
+        return False
     _, stage, name = TRAINED.split("/")
     folder = paths.replications(device_slug("cuda"))
     record = folder / stage / f"{name}.json"
@@ -195,9 +201,12 @@ def run_campaign(paths: Paths, minutes: float | None = None, steps: tuple[Campai
     Raises:
         RunError: a step failed; the others were run.
     """
+    import torch
+
     end = None if minutes is None else time.monotonic() + 60 * minutes
     failed, left, lacking = [], [], []
-    state = Unfinished(paths, "measure")
+    # several machines may share this checkout
+    state = Unfinished(paths, f"measure/{device_slug('cuda' if torch.cuda.is_available() else 'cpu')}")
     state.save()
     done = state.kept.setdefault("done", [])
     for step in steps:
@@ -266,7 +275,14 @@ def _describe_training(metrics: dict[str, Any]) -> str:
     share, size = metrics.get("mfu_percent"), TRAINING["transform"]["image_size"]
     mfu = "the GPU's peak is not in our table" if share is None else f"{share:.0f} % of the peak"
     what = f"{metrics['model']} at {size}², batch {TRAINING['batch_size']}, {TRAINING['precision']}"
-    return f"{what}: {metrics['throughput_img_per_s']:.0f} img/s, waited {metrics['data_wait_percent']:.0f} % for data, {mfu}"
+    forms = {"throughput_img_per_s": "{:.0f} img/s", "data_wait_percent": "waited {:.0f} % for data"}
+    said = [
+        f"{name} null: {metrics.get(f'{name}_reason', 'no reason given')}"
+        if metrics[name] is None
+        else form.format(metrics[name])
+        for name, form in forms.items()
+    ]
+    return f"{what}: {', '.join([*said, mfu])}"
 
 
 # name of a record -> function that describes its metrics in a sentence

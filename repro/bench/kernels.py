@@ -56,8 +56,8 @@ def check_kernels(
     Args:
         op: the operator; None: all of them.
         minutes: no check begins after this time.
-        began: operators checked since this time (`read_clock`) are not checked again; None: the start of the unfinished
-            call, if there is one.
+        began: operators checked since this time (`read_clock`) are not checked again, unless a check failed at another
+            commit; None: the start of the unfinished call, if there is one.
         first: the number of checks of each operator to make; the next call continues with the others. None: all.
 
     Returns:
@@ -84,7 +84,8 @@ def check_kernels(
     since = began or state.began
     unfinished = []
     for cases in chosen:
-        if _is_since(lines.get(cases.NAME), since):
+        line = lines.get(cases.NAME)
+        if _is_since(line, since) and (not line["failed"] or line["commit"] == _find_commit(paths)):
             continue
         rows = _check_operator(cases, device, state, deadline, first)
         made = state.kept[cases.NAME].values()
@@ -249,6 +250,11 @@ def run_bench(
         (row["operator"], bench.row_key(operators.OPERATORS[row["operator"]], row)): row for row in read_bench(path)
     }
     wanted: list[tuple[str, str]] = []
+
+    def is_done(name: str, key: str) -> bool:
+        row = rows.get((name, key))
+        return _is_since(row, since) and not (row["status"] == "failed" and row["implementation"] in bench.OURS)
+
     for cases in chosen:
         place = _describe_place(paths, device)
         package = cases.PEERS.distribution if cases.PEERS else None
@@ -256,7 +262,7 @@ def run_bench(
         place["peer_version"] = f"{package} {version}" if version else ""
         planned = bench.planned(cases, compared)
         wanted += [(cases.NAME, key) for key in planned]
-        todo = {key: step for key, step in planned.items() if not _is_since(rows.get((cases.NAME, key)), since)}
+        todo = {key: step for key, step in planned.items() if not is_done(cases.NAME, key)}
         if todo and _left(deadline) > 0:
             right = check.compare(
                 cases, "before it is timed", cases.TYPICAL, "bf16", seeds=[0], device=device, poisoned=False
@@ -271,7 +277,12 @@ def run_bench(
             rows[cases.NAME, key] = row | place
             _write_bench(path, rows.values())
             print(format_bench(row), flush=True)
-        if cases.NAME == "ttt_linear" and todo and _left(deadline) > 0:
+        memory_keys = bench.list_memory_keys(cases) if cases.NAME == "ttt_linear" else []
+        if all(_is_since(rows.get((cases.NAME, key)), since) for key in memory_keys):
+            continue
+        if _left(deadline) <= 0:
+            left += len(memory_keys)
+        else:
             for row in bench.measure_memory(cases, device):
                 rows[cases.NAME, bench.row_key(cases, row)] = row | place
             _write_bench(path, rows.values())
@@ -381,8 +392,11 @@ def _is_since(row: Row | None, since: str) -> bool:
 def _describe_place(paths: Paths, device: Any) -> Row:
     """Return the device, versions, commit and time of a measurement."""
     versions = {name: installed_version(name) for name in ("torch", "triton")}
-    commit = (current_commit(paths.root) or "not in Git")[:12]
-    return {"device": device_label(device), "commit": commit, **versions, "measured": read_clock()}
+    return {"device": device_label(device), "commit": _find_commit(paths), **versions, "measured": read_clock()}
+
+
+def _find_commit(paths: Paths) -> str:
+    return (current_commit(paths.root) or "not in Git")[:12]
 
 
 def find_operators(op: str | None) -> list[Any]:

@@ -11,6 +11,8 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
+from ..core.children import leave_with_parent
+
 
 def run_in_lanes(
     tasks: Iterable[Any],
@@ -35,7 +37,9 @@ def run_in_lanes(
         try:
             executor = idle.pop()
         except IndexError:
-            executor = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+            spawn = multiprocessing.get_context("spawn")
+            # a worker that outlives this process would go on measuring beside the next call
+            executor = ProcessPoolExecutor(1, mp_context=spawn, initializer=leave_with_parent)
             opened.enter_context(executor)
         try:
             result, is_lost = executor.submit(call, task).result()

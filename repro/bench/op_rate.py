@@ -24,13 +24,20 @@ def measure_share(family: str, *, batch_size: int, device: str, dtype: str) -> f
     The operator's forward pass at 6400 tokens and the copy are timed in turn, so a busy machine slows both. Each tensor
     of the operator counts once; the copy counts as read and written. Rates follow from the median times.
     """
+    op_bytes, samples_ms = _time_case(family, batch_size, device, dtype)
+    if device == "cuda":
+        torch.cuda.empty_cache()  # rows are measured by other processes, which need the memory
+    op_rate = op_bytes / statistics.median(samples_ms["op"])
+    return 100 * op_rate / (2 * _COPY_BYTES / statistics.median(samples_ms["copy"]))
+
+
+def _time_case(family: str, batch_size: int, device: str, dtype: str) -> tuple[int, dict[str, list[float]]]:
+    """Return the bytes of the operator's case, and the milliseconds of the operator and of the copy."""
     step, op_bytes = RATED_OPERATORS[family](batch_size, device, torch_dtype(dtype))
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     with torch.inference_mode():
-        samples_ms = time_in_turn({"op": step, "copy": lambda: target.copy_(source)}, device, REPEATS)
-    op_rate = op_bytes / statistics.median(samples_ms["op"])
-    return 100 * op_rate / (2 * _COPY_BYTES / statistics.median(samples_ms["copy"]))
+        return op_bytes, time_in_turn({"op": step, "copy": lambda: target.copy_(source)}, device, REPEATS)
 
 
 def _selective_scan_case(batch_size: int, device: str, dtype: torch.dtype) -> _Case:

@@ -42,17 +42,18 @@ class Plan:
 
 
 class ProbeLines:
-    """The lines of a probe in a CSV file, which is overwritten.
+    """The lines of a probe in a CSV file; of those in the file, the ones that were measured since `began` stay.
 
     Args:
         plan: models and corners, see `Plan`.
         path: the CSV file.
         root: the root of the work tree, whose commit is written in each line.
+        began: the start of the series, see `unfinished.read_clock`.
     """
 
-    def __init__(self, plan: Plan, path: Path, root: Path):
+    def __init__(self, plan: Plan, path: Path, root: Path, began: str):
         self.plan, self._path, self._section = plan, path, ""
-        self.lines: list[dict[str, Any]] = []
+        self.lines = [line for line in read_typed_csv(path, TYPES) if (line["measured"] or "") >= began]
         here = {"device": device_label(plan.device), "commit": (current_commit(root) or "not in Git")[:12]}
         self._here = here | {name: installed_version(name) for name in ("torch", "triton")}
 
@@ -64,10 +65,19 @@ class ProbeLines:
         what = " ".join(str(each) for name, each in found.items() if name != "value" and each is not None)
         print(f"  {what}: {'null' if value is None else f'{value:.5g}'}", flush=True)
 
+    def is_complete(self, name: str) -> bool:
+        """Tell whether a section has ended, by itself, by an error or at its own limit."""
+        return any(line["section"] == name and line["measure"] == "complete" for line in self.lines)
+
     @contextlib.contextmanager
-    def section(self, name: str, limit_s: float) -> Iterator[None]:
-        """Open a section with a time limit in seconds; an error in it, or the limit, becomes a line of the file."""
+    def section(self, name: str, limit_s: float, *, is_cut: bool = False) -> Iterator[None]:
+        """Open a section with a time limit in seconds; an error in it, or the limit, becomes a line of the file.
+
+        With `is_cut` the limit is that of the call, and a section that exceeds it is not complete. Lines of the section
+        from a call that was cut are replaced.
+        """
         self._section = name
+        self.lines = [line for line in self.lines if line["section"] != name]
         print(f"{name} (at most {limit_s:.0f} s)", flush=True)
 
         def stop(*_: Any) -> None:
@@ -77,29 +87,34 @@ class ProbeLines:
         signal.setitimer(signal.ITIMER_REAL, limit_s)
         try:
             yield
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            self.say("complete", 1.0)
         except Exception as error:
             said = next(iter(str(error).strip().splitlines()), "no message")
-            self.say("complete", None, reason=f"{type(error).__name__}: {said[:200]}")
+            measure = "cut" if is_cut and isinstance(error, TimeoutError) else "complete"
+            self.say(measure, None, reason=f"{type(error).__name__}: {said[:200]}")
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
 
 
 def probe_device(paths: Paths, minutes: float | None, began: str, plan: Plan | None = None) -> bool:
-    """Write results/speed/probe/<device>.csv, and return whether the time sufficed for all sections.
+    """Write results/speed/probe/<device>.csv, and return whether all sections are complete.
 
-    `minutes` is the limit of the whole probe; None: no limit. A probe is always made anew, so `began` has no effect.
+    `minutes` is the limit of this call; None: no limit. Sections that are complete since `began` are not repeated.
     """
     plan = plan or Plan()
-    probe = ProbeLines(plan, paths.speed / "probe" / f"{device_slug(plan.device)}.csv", paths.root)
+    probe = ProbeLines(plan, paths.speed / "probe" / f"{device_slug(plan.device)}.csv", paths.root, began)
     end = None if minutes is None else time.monotonic() + 60 * minutes
     for name, limit_s, run in PROBES:
+        if probe.is_complete(name):
+            continue
         left_s = limit_s if end is None else min(limit_s, end - time.monotonic())
         if left_s <= 0:
             return False
-        with probe.section(name, left_s):
+        with probe.section(name, left_s, is_cut=left_s < limit_s):
             run(probe)
-    return True
+    return all(probe.is_complete(name) for name, *_ in PROBES)
 
 
 def check_frozen(probe: ProbeLines) -> None:
@@ -312,6 +327,8 @@ def describe_probes(folder: Path) -> str:
     for file in sorted(folder.glob("*.csv")):
         cases: dict[tuple, dict[str, Any]] = {}
         for line in read_typed_csv(file, TYPES):
+            if line["measure"] == "complete" and line["value"] is not None:
+                continue
             where = f"{line['device']}, {line['commit']}", line["section"], line["model"], line["image_size"]
             known = cases.setdefault((*where, line["batch_size"], line["mode"]), {})
             known.setdefault(line["measure"], line)  # kernels are sorted, so the first is the slowest

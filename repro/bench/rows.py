@@ -194,14 +194,19 @@ def measure_pairs(specs: Sequence[RowSpec], sheet: Sheet, schedule: RowSchedule,
 def share_finder(*, batch_size: int, dtype: str, device: str) -> Callable[[str], float | None]:
     """Return a function from family to `op_rate.measure_share` in percent; None for a family without such an operator.
 
-    A share is measured and printed when it is asked for the first time, then cached.
+    A share is measured and printed when it is asked for the first time, then cached; one that fails is None, too.
     """
 
     @cache
     def find_share(family: str) -> float | None:
         if family not in RATED_OPERATORS:
             return None
-        share = measure_share(family, batch_size=batch_size, dtype=dtype, device=device)
+        try:
+            share = measure_share(family, batch_size=batch_size, dtype=dtype, device=device)
+        except RuntimeError as error:  # out of memory, or no kernel
+            said = next(iter(str(error).strip().splitlines()), "no message")
+            print(f"the operator of {family}: not measured: {said}", flush=True)
+            return None
         print(f"the operator of {family}: {share:.0f} % of the bandwidth of a copy", flush=True)
         return share
 

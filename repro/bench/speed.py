@@ -301,7 +301,7 @@ def _run(spec: RowSpec) -> dict[str, Any]:
     }
     row["throughput_img_per_s"] = spec.batch_size * 1e3 / row["latency_ms"]
     if peak_mib is None:
-        row["peak_memory_mib_reason"] = "this system has no /proc/self/status"
+        row["peak_memory_mib_reason"] = method if spec.device == "cuda" else "this system has no /proc/self/status"
     return row
 
 
@@ -368,7 +368,7 @@ def _sample(
 ) -> tuple[list[float], float | None, str]:
     """Return the milliseconds of each timed step, the peak memory in MiB, and how the peak was read.
 
-    On a CPU the peak is that of one step.
+    On a CPU the peak is that of one step. Of CUDA graphs it is None: they take their memory at the capture, before it.
     """
     import torch
 
@@ -386,13 +386,14 @@ def _sample(
         keep_freed_memory()
         step()
     else:
-        method = "cuda_allocator"
+        method = "none: CUDA graphs hide activations" if spec.compile == "graphs" else "cuda_allocator"
         torch.cuda.reset_peak_memory_stats(device)
     samples = [timer(step) for _ in range(SLOW_STEPS)]
     if statistics.median(samples) <= SLOW_STEP_S * 1e3:
         samples += [timer(step) for _ in range(spec.steps - SLOW_STEPS)]
     if device.type == "cuda":
-        return samples, torch.cuda.max_memory_allocated(device) / 2**20, method
+        peak_mib = None if spec.compile == "graphs" else torch.cuda.max_memory_allocated(device) / 2**20
+        return samples, peak_mib, method
     # without the baseline of the interpreter, this is the memory of the model and its activations
     return samples, None if baseline_kib is None or peak_kib is None else (peak_kib - baseline_kib) / 2**10, method
 

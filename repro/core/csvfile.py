@@ -62,20 +62,24 @@ def read_typed_csv(path: Path, types: Mapping[str, Callable[[str], Any]]) -> lis
         types: column -> parser of its text. Other columns stay text, so that a commit hash of digits is no number.
 
     Raises:
-        UserError: a value does not parse; the message names file, line and column.
+        UserError: the file is no CSV in UTF-8, or a value does not parse; the message names file, line and column.
     """
     if not path.is_file():
         return []
+    try:
+        with open(path, encoding="utf-8", newline="") as stream:
+            lines = list(csv.DictReader(stream))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path}: not valid CSV: {error}; move the file away") from None
     rows = []
-    with open(path, encoding="utf-8", newline="") as stream:
-        for number, texts in enumerate(csv.DictReader(stream), 2):
-            row: dict[str, Any] = {}
-            for name, text in texts.items():
-                try:
-                    row[name] = types.get(name, str)(text) if text else None
-                except (LookupError, TypeError, ValueError):
-                    raise UserError(
-                        f"{path}: line {number}: {name}: {text!r} was not written by us; remove the row"
-                    ) from None
-            rows.append(row)
+    for number, texts in enumerate(lines, 2):
+        row: dict[str, Any] = {}
+        for name, text in texts.items():
+            try:
+                row[name] = types.get(name, str)(text) if text else None
+            except (LookupError, TypeError, ValueError):
+                raise UserError(
+                    f"{path}: line {number}: {name}: {text!r} was not written by us; remove the row"
+                ) from None
+        rows.append(row)
     return rows

@@ -83,6 +83,15 @@ def test_a_step_that_is_complete_is_not_taken_again_until_all_are(tmp_path, monk
     assert len(set(began[:4])) == 1
 
 
+@pytest.mark.usefixtures("here")
+def test_another_device_on_the_same_checkout_takes_all_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(campaign, "SHORTEST_S", 0.0)
+    for device in ("nvidia_a", "nvidia_b", "nvidia_a"):
+        monkeypatch.setattr(campaign, "device_slug", lambda _, device=device: device)
+        assert not run_campaign(Paths(tmp_path), steps=make_steps("first", "run out of time"))
+    assert read_steps(tmp_path)[0] == (*2 * ("first", "run out of time"), "run out of time")
+
+
 def test_a_step_without_its_package_is_named_and_no_failure(tmp_path, capsys):
     assert run_campaign(Paths(tmp_path), steps=make_steps("miss a package"))
     last = capsys.readouterr().out.splitlines()[-1]
@@ -155,6 +164,7 @@ def test_a_training_is_timed(checkout, monkeypatch):
         write_json(chosen[0].record, {})
 
     monkeypatch.setattr(cells, "train_cells", train)
+    assert not campaign.time_training(checkout, 1.9, "") and not asked
     assert campaign.time_training(checkout, None, "")
     (cell,) = asked
     assert not cell.record.exists(), "its speed alone is kept"
@@ -183,6 +193,9 @@ def test_the_page_says_what_is_measured_of_a_gpu_and_that_nothing_is(checkout):
     words = (f"`{campaign.TRAINED}.json`", "2346 img/s", "2 % of the peak", "01234567")
     assert all(word in first for word in words)
     assert "2346 img/s" in second and "not in our table" in second
+    lacking = metrics | {"data_wait_percent": None, "data_wait_percent_reason": "one step"}
+    write_json(file, {"metrics": lacking, "identity": identity})
+    assert "2346 img/s, data_wait_percent null: one step, " in campaign.make_passages(checkout)[0][2]
 
 
 # typer of the lock file imports pydantic itself, and older ones do not: it is our code that may not

@@ -1,10 +1,14 @@
 """Calls in processes of their own: in order, side by side, each process replaced where it is lost."""
 
 import os
+import signal
+import subprocess
+import sys
 
 import pytest
 
 from repro.bench.lanes import run_in_lanes
+from tests.conftest import ROOT
 
 
 def call(task):
@@ -39,3 +43,23 @@ def test_nothing_is_begun_once_it_is_late():
 def test_an_error_ends_the_run_and_loses_no_task_in_silence():
     with pytest.raises(ValueError, match="nine"):
         run([1, 9, 2], 1)
+
+
+_ORPHAN = """
+import os, signal, time
+from repro.bench.lanes import run_in_lanes
+
+def call(task):
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(99)
+
+if __name__ == "__main__":
+    list(run_in_lanes([0], call, 1, None))
+"""
+
+
+def test_a_worker_ends_with_the_process_that_waits_for_it(tmp_path):
+    """Its task kills that process and goes on; the pipe that both hold is closed when both are gone."""
+    (script := tmp_path / "orphan.py").write_text(_ORPHAN)
+    how = {"capture_output": True, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "timeout": 60}
+    assert subprocess.run([sys.executable, script], **how).returncode == -signal.SIGTERM

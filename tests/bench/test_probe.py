@@ -6,6 +6,7 @@ import pytest
 
 from repro.bench import probe
 from repro.bench.probe import Plan, ProbeLines, describe_probes, probe_device
+from repro.bench.unfinished import read_clock
 from repro.core.csvfile import read_typed_csv
 from repro.core.paths import Paths
 
@@ -64,7 +65,9 @@ def test_a_section_that_breaks_or_takes_too_long_costs_nothing_but_itself(tmp_pa
 
     monkeypatch.setattr(probe, "PROBES", [("waits", 0.05, wait), ("breaks", 9.0, refuse), ("works", 9.0, say)])
     assert probe_device(Paths(tmp_path), None, "", NANO)
-    found = {line["section"]: (line["measure"], line["value"], line["reason"]) for line in read_only(tmp_path)}
+    *lines, last = read_only(tmp_path)
+    found = {line["section"]: (line["measure"], line["value"], line["reason"]) for line in lines}
+    assert (last["section"], last["measure"], last["value"]) == ("works", "complete", 1.0)
     assert found["works"] == ("latency_ms", 1.5, None)
     assert found["waits"][:2] == found["breaks"][:2] == ("complete", None)
     assert "0.05 s" in found["waits"][2] and found["breaks"][2].endswith("no such kernel")
@@ -75,9 +78,34 @@ def test_what_has_no_time_left_is_not_begun(tmp_path, monkeypatch):
     assert not probe_device(Paths(tmp_path), 0.0, "", NANO)
 
 
+def test_a_probe_that_was_cut_goes_on(tmp_path, monkeypatch):
+    """The second section is cut in the first call; lines from before the series do not count."""
+    calls = []
+
+    def work(name, wait_s=0.0):
+        def run(found):
+            calls.append(name)
+            found.say("latency_ms", float(len(calls)))
+            time.sleep(wait_s if calls.count(name) == 1 else 0.0)
+
+        return name, 90.0, run
+
+    monkeypatch.setattr(probe, "PROBES", [work("first"), work("second", 60.0)])
+    began = read_clock()
+    assert not probe_device(Paths(tmp_path), 0.02, began, NANO)
+    assert probe_device(Paths(tmp_path), 0.5, began, NANO) and probe_device(Paths(tmp_path), 0.5, began, NANO)
+    assert calls == ["first", "second", "second"]
+    times = [(line["section"], line["value"]) for line in read_only(tmp_path) if line["measure"] == "latency_ms"]
+    assert times == [("first", 1.0), ("second", 3.0)]
+    assert probe_device(Paths(tmp_path), 0.5, read_clock(), NANO) and calls[3:] == ["first", "second"]
+
+
 def test_the_page_shows_eager_and_graph_apart(tmp_path):
     assert "make measure-gpu" in describe_probes(tmp_path)
-    lines, about = ProbeLines(NANO, tmp_path / "a.csv", tmp_path), {"model": "m", "image_size": 224, "batch_size": 1}
+    lines, about = (
+        ProbeLines(NANO, tmp_path / "a.csv", tmp_path, ""),
+        {"model": "m", "image_size": 224, "batch_size": 1},
+    )
     lines.say("latency_ms", 3.0, mode="eager", **about)
     lines.say("host_ms", 2.5, mode="eager", **about)
     lines.say("kernel_ms", 0.5, mode="eager", kernel="largest", calls=12, **about)

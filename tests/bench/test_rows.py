@@ -160,6 +160,17 @@ def test_the_share_of_a_copy_is_measured_once_of_a_family_with_an_operator_and_s
     assert asked == ["vim"]
 
 
+def test_a_share_that_cannot_be_measured_is_a_line_and_costs_no_row(measured, sheet, monkeypatch, capsys):
+    def refuse(family, **about):
+        raise RuntimeError("CUDA out of memory\nand more")
+
+    monkeypatch.setattr(module, "measure_share", refuse)
+    specs = [RowSpec(model="vim_tiny_patch16_224", image_size=(32, 32))]
+    measure_rows(specs, sheet, find_share=share_finder(batch_size=2, dtype="fp32", device="cpu"))
+    assert [(row["status"], row["op_share_of_copy_percent"]) for row in read_rows(sheet.path)] == [("ok", None)]
+    assert "the operator of vim: not measured: CUDA out of memory\n" in capsys.readouterr().out
+
+
 def test_the_file_says_what_was_measured(measured, sheet):
     specs = [*make_specs(32, compile="graphs"), RowSpec(model=VITTT, options={"chunk_size": 0}, image_size=(32, 64))]
     measure_rows(specs, sheet)

@@ -192,6 +192,15 @@ def test_how_many_steps_are_run(monkeypatch, step_ms, first_ms, compiles, warmup
     assert samples == [step_ms] * timed and method == "rss_peak"
 
 
+def test_a_step_of_cuda_graphs_has_no_peak_of_memory(monkeypatch):
+    """The allocator, of which a capture is no part of the timed steps, would say 5 MiB."""
+    monkeypatch.setitem(speed.STEP_TIMERS, "cuda", lambda step: 300.0)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5 * 2**20)
+    found = [speed._sample(None, torch.device("cuda"), make_spec(compile=how), 0) for how in (False, "graphs")]
+    assert [each[1:] for each in found] == [(5.0, "cuda_allocator"), (None, "none: CUDA graphs hide activations")]
+
+
 def test_what_loads_at_the_first_call_is_no_memory_of_the_model():
     """Against the storages alive at once in building the model and its steps; numba's compiler alone takes 100 MiB."""
     spec = make_spec(backend="numba", image_size=(144, 144))

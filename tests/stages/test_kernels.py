@@ -1,5 +1,6 @@
 """`repro kernels`: what it says where it cannot run, its records, and the tables in the documentation."""
 
+import json
 import shutil
 import subprocess
 
@@ -121,8 +122,61 @@ def test_what_a_campaign_checked_is_not_checked_again(bare_checkout, check_rows,
     assert capsys.readouterr().out.count("ok: ") == 1
 
 
+def test_a_failed_check_is_made_again_at_another_commit(bare_checkout, check_rows, monkeypatch, capsys):
+    began = read_clock()
+    check_rows([{"operator": "bi_wkv", "check": "default config", **PASSED, "passed": False}])
+    for commit in ("a", "a", "b"):
+        monkeypatch.setattr(kernels, "current_commit", lambda root, commit=commit: commit)
+        with pytest.raises(RunError, match="1 of 1 checks failed"):
+            kernels.check_kernels(find_root(), "bi_wkv", began=began)
+    assert capsys.readouterr().out.count("FAILED: ") == 2
+
+
 TIMED = {"operator": "bi_wkv", "implementation": "triton", "passes": "forward", "dtype": "bf16", "status": "ok"}
 TIMED |= {"samples": 10, "bytes": 1, "gflop": 0.0, **vars(OPERATORS["bi_wkv"].COMPARED)}
+
+
+def test_a_bench_goes_on_with_what_failed_and_with_the_rows_of_memory(bare_checkout, monkeypatch):
+    """The time ends with the last row, which failed; the next call repeats this one and measures memory, a third
+    nothing.
+    """
+    from kernels.tools import bench, check
+
+    cases, made = OPERATORS["ttt_linear"], []
+    sizes = {"operator": "ttt_linear", "dtype": "bf16", "gflop": 0.0, "reason": "a test"}
+
+    def measure(cases, device, step, find):
+        made.append(step[2])
+        status = "failed" if made == ["copy", "triton"] else "oom"
+        return sizes | vars(step[0]) | {"passes": step[1], "implementation": step[2], "status": status}
+
+    def measure_memory(cases, device):
+        made.append("memory")
+        names = map(json.loads, bench.list_memory_keys(cases))
+        return [
+            sizes
+            | dict(zip(("implementation", "passes", *vars(cases.COMPARED)), name, strict=True))
+            | {"status": "oom"}
+            for name in names
+        ]
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(kernels, "device_slug", lambda device: "gpu")
+    monkeypatch.setattr(kernels, "device_label", lambda device: "cuda: GPU")
+    monkeypatch.setattr(check, "compare", lambda *given, **more: {"passed": True})
+    steps = [(cases.COMPARED, "forward", name) for name in ("copy", "triton")]
+    monkeypatch.setattr(bench, "planned", lambda *_: {bench.step_key(cases, *step): step for step in steps})
+    monkeypatch.setattr(bench, "measure", measure)
+    monkeypatch.setattr(bench, "measure_memory", measure_memory)
+    monkeypatch.setattr(kernels, "_left", lambda deadline: 0 if made == ["copy", "triton"] else 60)
+    began = read_clock()
+    with pytest.raises(RunError, match="1 rows failed"):
+        kernels.run_bench(find_root(), "ttt_linear", began=began)
+    assert made == ["copy", "triton"]
+    monkeypatch.setattr(kernels, "_left", lambda deadline: 60)
+    for _ in range(2):
+        assert kernels.run_bench(find_root(), "ttt_linear", began=began)
+        assert made == ["copy", "triton", "triton", "memory"]
 
 
 AUTHOR = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
