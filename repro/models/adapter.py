@@ -246,8 +246,7 @@ class ClasslessViT(nn.Module):
     """timm's ViT or DeiT as a `PlainBackbone` for any image size, without class token.
 
     Every residual branch gets a layer scale that starts at 1. The model is changed in place, not copied. The position
-    embedding keeps the unused row of the class token. So it has the length of the pretrained embedding, and the model
-    has the number of parameters that the papers report.
+    embedding keeps the unused row of the class token, so it has the length of the pretrained one, as the papers count.
 
     Raises:
         ValueError: a model with register tokens, without a position embedding, or with other blocks.
@@ -255,22 +254,15 @@ class ClasslessViT(nn.Module):
 
     def __init__(self, model: VisionTransformer):
         super().__init__()
-        if model.num_reg_tokens or model.pos_embed is None:
-            raise ValueError(
-                "a ViT with register tokens or without a position embedding cannot be the backbone of a ViT-Adapter"
-            )
-        if not all(hasattr(block, name) for block in model.blocks for name in ("ls1", "ls2")):
-            raise ValueError(
-                f"blocks of {type(model.blocks[0]).__name__} have no place for the layer scales of a ViT-Adapter"
-            )
+        scaled = all(hasattr(block, name) for block in model.blocks for name in ("ls1", "ls2"))
+        if model.num_reg_tokens or model.pos_embed is None or not scaled:
+            kind = type(model.blocks[0]).__name__
+            raise ValueError(f"a ViT-Adapter takes positions, layer scales and no register tokens, not {kind}")
         self.model = model
         self.embed_dim, self.patch_size = model.embed_dim, model.patch_embed.patch_size[0]
-        # all that follows the blocks, and all prefix tokens: nothing calls them here, and several ranks wait for the
-        # gradient of each parameter
-        model.cls_token = model.attn_pool = None
+        # nothing calls these here, and several ranks wait for the gradient of each parameter
+        model.cls_token = model.dist_token = model.attn_pool = None
         model.fc_norm = nn.Identity()
-        if hasattr(model, "dist_token"):
-            model.dist_token = None
         for block in model.blocks:
             for name in ("ls1", "ls2"):
                 if isinstance(getattr(block, name), nn.Identity):
