@@ -100,7 +100,7 @@ def main() -> None:
             command = error.ctx.command_path
             where = command.removeprefix(error.ctx.find_root().command_path).lstrip()
             message = message.replace("Value error, ", "").rstrip(".")  # which pydantic puts before a type's own words
-            print_error(f"{where}: {message}; see {command} --help" if where else f"{message}; see {command} --help")
+            print_error(f"{where and f'{where}: '}{message}; see {command} --help")
         sys.exit(error.exit_code)
     except (UserError, RunError, Interrupted) as error:
         if os.environ.get("REPRO_DEBUG"):
