@@ -92,6 +92,7 @@ def test_the_report_runs_after_a_new_stage(house):
     assert {"toy@three", "halve@toy", "pretrain@toy"} <= set(find_needs(house)["report"])
 
 
+@pytest.mark.slow
 def test_the_tests_of_layout_and_graph_pass_with_the_new_rooms(house):
     chosen = "layout or cycles or diagram or backend or graph or settings or belong or report_follows or scores or depends_on"
     files = (f"tests/{name}.py" for name in ("test_layout", "test_docs", "stages/test_dvc"))

@@ -1,6 +1,6 @@
 """A made-up batch goes through every cell of profiles/paper.yaml and profiles/night.yaml: images are tiny where the size
 is free, all widths, options and class counts are real. What would fail on the first step of a run of days fails here.
-`make test` takes one cell of each family and task, `make test-all` every cell.
+`make test` takes a cell or two of each task, `make test-all` every cell.
 """
 
 import copy
@@ -28,16 +28,15 @@ SIDE = 64
 
 
 def choose_cells():
-    """Every cell; those that are not the first of their task and family are slow, and so are large models.
+    """Every cell; those that are not the first of their kind are slow.
 
-    Detectors and segmenters have two families: backbones with an adapter, and those with maps of their own.
+    A task has two kinds: columnar models, which a detector or segmenter adapts, and those with maps of their own.
     """
     seen = set()
     for profile, stage, cell in CELLS:
         task, model = TRAINING[stage].task.name, PROFILES[profile][stage][cell]["model"]
-        kind = task, "patch16" in model if stage in ("detect", "segment") else model.split("_")[0]
-        is_slow = kind in seen or "xlarge" in model
-        yield pytest.param(profile, stage, cell, id=f"{stage}-{cell}", marks=[pytest.mark.slow] * is_slow)
+        kind = task, "patch" in model
+        yield pytest.param(profile, stage, cell, id=f"{stage}-{cell}", marks=[pytest.mark.slow] * (kind in seen))
         seen.add(kind)
 
 

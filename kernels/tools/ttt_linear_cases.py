@@ -106,6 +106,10 @@ def list_configs(dtype: torch.dtype) -> tuple[list[Any], list[Any]]:
 
 
 def prepare_fla(name: str, sizes: Sizes, inputs: list[Tensor]) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """Return flash-linear-attention's operator and its inputs, which need two directions.
+
+    Call it anew for each shape, since fla is then tuned again. Both directions have the first one's token scale.
+    """
     kind = name.removeprefix("fla ")
     return functools.partial(peers.both_directions(kind), chunk_size=sizes.chunk_size), inputs
 

@@ -55,8 +55,11 @@ def against_resolution(
         _label_sizes(panel, sorted({row["image_size"][0] for rows in series.values() for row in rows}))
         _mark_failures(panel, failed, edge=0.03 if key == "throughput_img_per_s" else 0.97)
         panel.grid(True, which="major", linewidth=0.4, alpha=0.5)
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=min(len(labels), 6), frameon=False, fontsize=9)
+    named: dict[str, Any] = {}
+    for panel in axes:  # a family may be measured in some panels alone
+        handles, labels = panel.get_legend_handles_labels()
+        named = dict(zip(labels, handles, strict=True)) | named
+    figure.legend(named.values(), named, loc="lower center", ncols=min(len(named), 6), frameon=False, fontsize=9)
     figure.suptitle(title + ("; hollow: host" if has_hollow else ""), fontsize=11)
     figure.tight_layout(rect=(0, 0.08, 1, 1))
     save_png(figure, path)

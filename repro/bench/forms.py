@@ -20,7 +20,7 @@ from kernels.ttt_linear.plain import ttt_linear_plain
 from ..core.csvfile import read_typed_csv, write_csv
 from ..core.errors import RunError
 from ..core.paths import Paths
-from ..core.record import current_commit, installed_version
+from ..core.record import installed_version, label_commit
 from ..core.runtime import Runtime, choose_device, device_label, device_slug
 from ..models.fast_weights import LACT_STEPS, find_obstacle, learn
 from ..models.inner import InnerLoop
@@ -115,7 +115,7 @@ def run_forms(paths: Paths, runtime: Runtime, params: FormsParams = FormsParams(
     file, state = paths.speed / f"{name}.csv", Unfinished(paths, name)
     state.save()
     here = {"device": device_label(device, runtime.threads), "torch_version": installed_version("torch")}
-    here["commit"] = (current_commit(paths.root) or "not in Git")[:12]
+    here["commit"] = label_commit(paths.root)
     rows = {_identify(row): row for row in read_forms(file) if (row["measured"] or "") >= state.began}
 
     def add(new: Sequence[Mapping[str, Any]]) -> None:

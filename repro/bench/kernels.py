@@ -22,7 +22,7 @@ from ..core.children import ask
 from ..core.csvfile import read_typed_csv, write_csv
 from ..core.errors import RunError, UserError, did_you_mean
 from ..core.paths import Paths
-from ..core.record import current_commit, installed_version
+from ..core.record import installed_version, label_commit
 from ..core.runtime import device_label, device_slug, usable_cores
 from ..core.ui import print_table
 from .lanes import run_in_lanes
@@ -85,7 +85,7 @@ def check_kernels(
     unfinished = []
     for cases in chosen:
         line = lines.get(cases.NAME)
-        if _is_since(line, since) and (not line["failed"] or line["commit"] == _find_commit(paths)):
+        if _is_since(line, since) and (not line["failed"] or line["commit"] == label_commit(paths.root)):
             continue
         rows = _check_operator(cases, device, state, deadline, first)
         made = state.kept[cases.NAME].values()
@@ -392,11 +392,7 @@ def _is_since(row: Row | None, since: str) -> bool:
 def _describe_place(paths: Paths, device: Any) -> Row:
     """Return the device, versions, commit and time of a measurement."""
     versions = {name: installed_version(name) for name in ("torch", "triton")}
-    return {"device": device_label(device), "commit": _find_commit(paths), **versions, "measured": read_clock()}
-
-
-def _find_commit(paths: Paths) -> str:
-    return (current_commit(paths.root) or "not in Git")[:12]
+    return {"device": device_label(device), "commit": label_commit(paths.root), **versions, "measured": read_clock()}
 
 
 def find_operators(op: str | None) -> list[Any]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..core.csvfile import read_typed_csv, write_csv
 from ..core.paths import Paths
-from ..core.record import current_commit, installed_version
+from ..core.record import installed_version, label_commit
 from ..core.runtime import device_label, device_slug
 from . import build
 from .unfinished import read_clock
@@ -54,7 +54,7 @@ class ProbeLines:
     def __init__(self, plan: Plan, path: Path, root: Path, began: str):
         self.plan, self._path, self._section = plan, path, ""
         self.lines = [line for line in read_typed_csv(path, TYPES) if (line["measured"] or "") >= began]
-        here = {"device": device_label(plan.device), "commit": (current_commit(root) or "not in Git")[:12]}
+        here = {"device": device_label(plan.device), "commit": label_commit(root)}
         self._here = here | {name: installed_version(name) for name in ("torch", "triton")}
 
     def say(self, measure: str, value: float | None, **about: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..core.csvfile import read_typed_csv, write_csv
 from ..core.errors import RunError, blame
-from ..core.record import current_commit, installed_version
+from ..core.record import installed_version, label_commit
 from ..core.runtime import explain_emulation
 from .flops import cost
 from .op_rate import RATED_OPERATORS, measure_share
@@ -86,7 +86,7 @@ class Sheet:
 
     def __init__(self, path: Path, root: Path, device: str, began: str):
         self.path, self.began = path, began
-        commit = (current_commit(root) or "not in Git")[:12]
+        commit = label_commit(root)
         self._here = {"device": device, "commit": commit, "torch_version": installed_version("torch")}
         self.rows = read_rows(path)
 

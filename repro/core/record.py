@@ -273,6 +273,11 @@ def current_commit(root: Path) -> str | None:
     return commit and commit.strip()
 
 
+def label_commit(root: Path) -> str:
+    """Return the 12 digits that a row of a CSV file has for the work tree's commit; "not in Git" outside of Git."""
+    return (current_commit(root) or "not in Git")[:12]
+
+
 def serialise_recipe(identity: Mapping[str, Any]) -> str | None:
     """Return the recipe in a record's identity as JSON, without device and backend; None for a record without one.
 
@@ -352,7 +357,14 @@ def pack_hits(hits: Sequence[bool]) -> str:
 
 
 def unpack_hits(packed: str, images: int) -> list[bool]:
-    """The inverse of `pack_hits`."""
+    """The inverse of `pack_hits`.
+
+    Raises:
+        ValueError: not base64, or not as many bytes as so many images need.
+    """
     import numpy as np
 
-    return np.unpackbits(np.frombuffer(base64.b64decode(packed), dtype=np.uint8), count=images).astype(bool).tolist()
+    packed_bits = np.frombuffer(base64.b64decode(packed), dtype=np.uint8)
+    if len(packed_bits) != -(-images // 8):
+        raise ValueError(f"{len(packed_bits)} bytes, which are not the hits of {images} images")
+    return np.unpackbits(packed_bits, count=images).astype(bool).tolist()

@@ -138,7 +138,8 @@ def split_own(paths: Paths, own: OwnData) -> None:
                 root.rename(Path(around) / "old")
             new.rename(root)
     except OSError as error:
-        raise UserError(f"{error.filename2 or error.filename or root}: {error.strerror}; no link is left") from None
+        where = error.filename2 or error.filename or root
+        raise UserError(f"{where}: {error.strerror}; {root.parent} must be writable and take links") from None
 
 
 def _holds(root: Path, targets: Mapping[str, str], table: str) -> bool:

@@ -182,7 +182,7 @@ class ScenesSettings(DrawnDigits):
     image_size: int = bounded(256, ge=128)
     digits: tuple[Annotated[int, Each(ge=1, le=9)], ...] = (3, 8)  # [fewest, most] in an image
     # largest share of a digit's box that another may cover; digits then lie wholly inside the image, and one that finds
-    # no room is left out. null: anywhere, up to a quarter of their width beyond the border
+    # no room is left out. null: anywhere, also beyond the border
     overlap: float | None = bounded(None, ge=0, le=1)
     train: int = bounded(400, ge=1)
     tune: int = bounded(100, ge=1)

@@ -149,7 +149,10 @@ class Operators(NamedTuple):
         return GATED_NORM(given, self.backend)
 
     def norm(self, stream: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        """Return the LayerNorm of the stream (B,T,D) in the dtype of the products."""
+        """Return the LayerNorm of the stream (B,T,D) in the dtype of the products.
+
+        Without gradients this launches Triton whatever the backend, so only a block that runs on Triton may call it then.
+        """
         if torch.compiler.is_compiling() or not may_be_opaque([stream]):
             return F.layer_norm(stream, weight.shape, weight, bias, eps).to(dtype)
         from kernels.around.triton_fwd import norm

@@ -125,6 +125,8 @@ class InnerLoop:
             raise ValueError(
                 f"inner depth {self.depth}: an {self.model} has 2 layers or more; one layer is the inner model fc"
             )
+        if self.rate == "per_weight" and model.on_grid:
+            raise ValueError(f"inner rate per_weight: the inner model {self.model} has one rate for all of its weights")
         if self.only is not None and not (self.only and set(self.only) <= set(range(len(self.shapes(1))))):
             raise ValueError(
                 f"inner only {self.only}: expected places of the weights of the inner model {self.model}, counted from 0"
@@ -234,7 +236,8 @@ def follow(
         momentum: (B, h, N) with `momentum`; α is the mean over the inner batch.
 
     Yields:
-        The weights: (B, h, *shape) after a step; a weight that does not learn keeps its shape.
+        The weights, each time in the same list: (B, h, *shape) after a step; a weight that does not learn keeps its
+        shape.
 
     Raises:
         ValueError: `rates` or `momentum` missing or given against the loop's options; more batches than tokens.
@@ -259,7 +262,7 @@ def follow(
                 if loop.damping:
                     G = G / (torch.linalg.vector_norm(G, dim=axes, keepdim=True) + 1)
                 if momentum is not None:
-                    G = G + momentum[..., first:end].mean(-1)[..., None, None] * moving[p]
+                    G = G + momentum[..., first:end].mean(-1)[(..., *(None,) * (G.ndim - 2))] * moving[p]
                     moving[p] = G
                 if loop.muon != "none":
                     G = newton_schulz(G, loop.muon)

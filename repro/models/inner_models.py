@@ -143,7 +143,12 @@ def _conv_read(W: Weights, prepared: tuple) -> Tensor:
 
 
 def _conv_weight_grad(x: tuple, e: Tensor) -> Tensor:
-    """Compute G[o, i, δ] = Σ_p e[p, o]·x[p + δ, i] over the positions p of a zero-padded grid."""
+    """Compute G[o, i, δ] = Σ_p e[p, o]·x[p + δ, i] over the positions p of a zero-padded grid.
+
+    Args:
+        x: what `_conv_prepare` returned, and the inputs of a group.
+        e: (B, h, N, d).
+    """
     (image, (B, heads, _, d)), per_group = x
     gradient = conv2d_weight(
         image, (B * heads * d, per_group, 3, 3), e.mT.reshape(image.shape), padding=1, groups=B * heads * d // per_group

@@ -76,6 +76,7 @@ class ReadMixer(TTTMixer):
         super().reset_parameters(self.reading.w0_std)
 
     def _read(self, arguments: Arguments) -> Tensor:
+        # `_learn` adds the queries to the outputs, `_learn_plainly` does not
         if self.reading.inner_residual:
             return super()._read(arguments)
         if self.step in REDUCIBLE:

@@ -37,7 +37,7 @@ def describe_recipe(params: Any, facts: Mapping[str, Any]) -> tuple[dict[str, An
         name for name in packages if declared[name].get("primary") or family in declared[name].get("families", ())
     ]
     recipes = [importlib.import_module(f"{__name__}.{package}.recipe").PRINTED for package in packages]
-    # a linearisation must be compared with a recipe of linearisations, if its paper has one
+    # a recipe with settings of a linearisation is for linearisations alone; the primary paper's has none, and fits always
     asked = {name for name in LINEARIZE if hasattr(params, name)}
     fitting = (printed for printed in recipes if asked >= {*LINEARIZE} & printed.find_values(params.model).keys())
     return describe(params, facts, next(fitting))

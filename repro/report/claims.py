@@ -134,6 +134,7 @@ class _Judge:
         except Missing:
             if entry.declared is None:
                 raise
+            self.results.used.clear()  # records of which the value is not made
         return self._evaluate_ours(entry.declared, self.paper_group), True
 
     def _compare(self, entry: Entry, how: str | None, explanation: str | None, is_declared: bool) -> Status:
@@ -242,18 +243,21 @@ class _Judge:
         has_baseline = any("unfused" in call.args for call in entry.ours.calls)
         for group in self.other_groups:
             values = self._decide(parts, group, "unfused")
-            fused = self._decide(parts, group, "fused") if has_baseline else []
+            fused = self._decide(parts, group, "fused") if has_baseline else {}
             if values:
-                of_fused = _join(fused) if len(fused) == len(values) else (None, None)
+                of_fused = _join([*fused.values()]) if fused.keys() == values.keys() else (None, None)
                 about = self.paper.baseline, entry.unit, (len(values), len(parts))
-                yield Elsewhere(group, *_join(values), *of_fused, *about)
+                yield Elsewhere(group, *_join([*values.values()]), *of_fused, *about)
 
-    def _decide(self, parts: Sequence[Expression], group: SpeedGroup, attention: str) -> list[list[Number | bool]]:
-        """Return the values of each part whose speeds were all measured on a group; see `_spread`."""
-        values = []
-        for part in parts:
+    def _decide(self, parts: Sequence[Expression], group: SpeedGroup, attention: str) -> dict[int, list[Number | bool]]:
+        """Return place -> values, see `_spread`, for each part whose speeds were all measured on a group.
+
+        `attention` chooses the rows that stand for the paper's unfused baseline.
+        """
+        values = {}
+        for place, part in enumerate(parts):
             with contextlib.suppress(Missing):
-                values.append(self._spread(part, group, attention))
+                values[place] = self._spread(part, group, attention)
         return values
 
     def _spread(self, part: Expression, group: SpeedGroup, attention: str) -> list[Number | bool]:

@@ -138,12 +138,11 @@ def describe_origin(sources: Sequence[Source]) -> str:
     """Return the devices of records in words, and whether the pipeline or a person ran them."""
     if not sources:
         return "no record beside it"
-    devices = dict.fromkeys(source.device for source in sources)
     # numbers that are counted and not run have `none: ` and the reason in place of a device
-    if all(device.startswith("none: ") for device in devices):
-        return ", ".join(device.removeprefix("none: ") for device in devices)
-    made = dict.fromkeys(PIPELINE if source.stage else OUTSIDE for source in sources)
-    return f"{', '.join(devices)}; {' and '.join(made)}"
+    devices = ", ".join(dict.fromkeys(source.device.removeprefix("none: ") for source in sources))
+    run = [source for source in sources if not source.device.startswith("none: ")]
+    made = " and ".join(dict.fromkeys(PIPELINE if source.stage else OUTSIDE for source in run))
+    return "; ".join(filter(None, (devices, made)))
 
 
 def describe_seeds(sources: Iterable[Source]) -> str:

@@ -243,6 +243,8 @@ class Results:
         if field == "macs_g_fvcore" and field not in found:
             why = "counted by our convention alone: the row's group in params.yaml does not say `fvcore`"
             raise Missing(why, "repro complexity")
+        if field not in found:
+            raise Missing(f"the row has no {field}", "repro complexity")
         return found[field]
 
     def _score(self, kind: str, model: str, key: str, *asked: int | str) -> float:

@@ -59,6 +59,7 @@ def here(monkeypatch):
 
 
 @pytest.mark.usefixtures("here")
+@pytest.mark.slow
 def test_a_broken_step_costs_itself_alone(tmp_path, capfd):
     """A refusal, an error and a killed process; the step after them runs, and the end says which failed."""
     said = r"3 of 4 steps failed: refuse: there is no such thing; break down: ZeroDivisionError: .*; die: its"
@@ -92,6 +93,7 @@ def test_another_device_on_the_same_checkout_takes_all_steps(tmp_path, monkeypat
     assert read_steps(tmp_path)[0] == (*2 * ("first", "run out of time"), "run out of time")
 
 
+@pytest.mark.slow
 def test_a_step_without_its_package_is_named_and_no_failure(tmp_path, capsys):
     assert run_campaign(Paths(tmp_path), steps=make_steps("miss a package"))
     last = capsys.readouterr().out.splitlines()[-1]

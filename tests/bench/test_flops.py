@@ -11,6 +11,7 @@ from repro.bench import build
 from repro.bench.flops import OperatorCounter, cost, counted_macs
 from repro.bench.fvcore import count_extras, fvcore_terms
 from repro.models.ttt_mixer import DESIGNS
+from tests.slow import slow
 
 NANO, TINY, DEIT = "vittt_nano_patch16_144", "vittt_tiny_patch16_224", "deit_tiny_patch16_224"
 VIT3 = "vit3_nano_patch16_144"
@@ -179,16 +180,16 @@ def test_single_layers_by_fvcore(layer, norms, interpolation, device):
     ("name", "width", "tokens", "giga"),
     [
         ("vit3_tiny_patch16_224", 192, 196, 1.22),  # the authors' code, for T, S and B
-        ("vit3_small_patch16_224", 384, 196, 4.82),
-        ("vit3_base_patch16_224", 768, 196, 17.96),
+        slow("vit3_small_patch16_224", 384, 196, 4.82),
+        slow("vit3_base_patch16_224", 768, 196, 17.96),
         ("deit_tiny_patch16_224", 192, 197, 1.26),
-        ("study_small_patch16_224", 384, 196, 4.58),
+        slow("study_small_patch16_224", 384, 196, 4.58),
         ("dit3_small_patch8", 384, 16, 0.40),  # Table 10 of ViT3
-        ("dit3_small_patch4", 384, 64, 1.57),
-        ("dit3_small_patch2", 384, 256, 6.23),
-        ("dit3_base_patch8", 768, 16, 1.51),
-        ("dit3_base_patch4", 768, 64, 5.88),
-        ("dit3_base_patch2", 768, 256, 23.35),
+        slow("dit3_small_patch4", 384, 64, 1.57),
+        slow("dit3_small_patch2", 384, 256, 6.23),
+        slow("dit3_base_patch8", 768, 16, 1.51),
+        slow("dit3_base_patch4", 768, 64, 5.88),
+        slow("dit3_base_patch2", 768, 256, 23.35),
     ],
 )
 def test_models_of_the_papers_by_fvcore(name, width, tokens, giga):

@@ -30,6 +30,7 @@ def test_every_task_is_answered_in_order():
     assert len({pid for _, (_, pid) in found}) <= 2
 
 
+@pytest.mark.slow
 def test_a_lost_and_a_killed_process_are_replaced():
     answers = dict(run([1, 3, 5, 4, 6], 1))
     pids = {task: pid for task, (_, pid) in answers.items()}

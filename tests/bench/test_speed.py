@@ -154,6 +154,7 @@ def test_a_process_to_fork_from_that_breaks_is_a_line_too(tmp_path, monkeypatch)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="rows are forked on Linux alone")
+@pytest.mark.slow
 def test_rows_on_a_cpu_are_forked_from_one_process_which_has_imported_this_code(tmp_path, monkeypatch):
     """Where it starts there is another `repro`; each row says who it is and what it found."""
     (tmp_path / "repro").mkdir()

@@ -17,7 +17,7 @@ from kernels.tools.operators import OPERATORS
 from kernels.ttt_linear import triton_fwd
 from tests.kernels import compiled
 from tests.kernels.compiled import KERNELS
-from tests.slow import slow
+from tests.slow import first, slow
 
 NAMES = [name for each in KERNELS.values() for name in each.table]
 # compiled by `make test` too; all others, which take minutes, by `make test-all`
@@ -159,7 +159,7 @@ def test_other_widths_compile_without_spills(kernel, dtype, width):
         *(slow("fp32", *sizes) for sizes in ((64, 32), (64, 64), (128, 16))),
     ],
 )
-@pytest.mark.parametrize("kernel", ["ttt_linear_forward", "ttt_linear_backward"])
+@pytest.mark.parametrize("kernel", first(["ttt_linear_forward", "ttt_linear_backward"]))
 def test_shared_memory_of_other_sizes_is_what_the_table_says(kernel, dtype, width, chunk_size):
     """In two-byte elements it fits 99 KiB, the smallest GPUs'; `SHARED_KIB` has fp32's backward pass."""
     one = KERNELS["ttt_linear"].compilation(kernel, dtype, chunk_size=chunk_size, width=width)

@@ -168,6 +168,7 @@ def test_another_kind_of_block_is_left_and_frozen_as_it_is(other):
         assert torch.equal(model.freeze()(images), expected)
 
 
+@pytest.mark.slow
 def test_a_forked_child_computes_alone():
     """GNU's OpenMP would end it; and numba's threads leave PyTorch's number of them as it was."""
     assert run_python("-c", FORK).stdout.splitlines() == ["1 0", "2 0"]

@@ -11,6 +11,7 @@ from repro.models import adapter as parts
 from repro.models.adapter import AdapterSize, DeformableAttention, Extractor, ViTAdapter, reference_points
 from repro.models.pyramid import build_pyramid
 from tests.models.helpers import DenseModel, count, layer_scales, shaken
+from tests.slow import first
 
 FAMILIES = ("vittt", "deit", "vim", "vrwkv", "vit3", "t5")
 SIZE = AdapterSize(num_heads=2, prior_channels=4)
@@ -30,7 +31,7 @@ def block_outputs(adapter: ViTAdapter) -> list:
 
 
 @pytest.mark.parametrize(
-    "size, width, own", [("tiny", 192, 2_438_192), ("small", 384, 5_830_160), ("base", 768, 13_680_608)]
+    "size, width, own", first([("tiny", 192, 2_438_192), ("small", 384, 5_830_160), ("base", 768, 13_680_608)])
 )
 def test_parameters_as_published(size, width, own):
     """Backbone and adapter; for VRWKV and ViT in units of 0.01 M, as Table 2 prints nothing more exact."""

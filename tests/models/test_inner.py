@@ -244,7 +244,23 @@ def test_learning_is_fp32_under_autocast_and_for_low_precision(dtype):
     assert out.dtype == dtype and (out == exact.to(dtype)).double().mean() > 0.98
 
 
+@pytest.mark.parametrize("model", ["fc", "mlp", "swiglu", "conv", "dwconv"])
+def test_momentum_adds_a_share_of_the_step_before(model):
+    """With the loss `dot` the last weight's gradients do not depend on it: W₂ − W₁ = −lr (G₂ + α G₁), α of each head."""
+    last = len(InnerLoop(model=model).shapes(D)) - 1
+    options = {"model": model, "loss": "dot", "batches": 2, "only": (last,)}
+    weights, q, k, v, _ = draw(InnerLoop(**options))
+    alpha = torch.rand(IMAGES, HEADS, 1, dtype=k.dtype, generator=torch.Generator().manual_seed(0))
+    zero, one, two = [W[-1] for W in follow(InnerLoop(**options), weights, k, v, GRID)]
+    moving = follow(InnerLoop(**options, momentum=True), weights, k, v, GRID, None, alpha.expand(-1, -1, N))
+    _, first, second = [W[-1] for W in moving]
+    shares = alpha[..., 0].reshape(IMAGES, HEADS, *(1,) * (one.ndim - 2))
+    torch.testing.assert_close(second - first, two - one + shares * (one - zero))
+
+
 def test_what_a_learner_cannot_run_is_refused():
+    with pytest.raises(ValueError, match="inner rate per_weight: the inner model conv"):
+        InnerLoop(model="conv", rate="per_weight")
     weights, q, k, v, rates = draw(InnerLoop())
     with pytest.raises(ValueError, match="inner batches 13: there are 12 tokens"):
         learn(InnerLoop(batches=13), weights, q, k, v, GRID)

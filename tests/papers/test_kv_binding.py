@@ -15,10 +15,10 @@ from repro.models import fast_weights, inner
 from repro.models.registry import build_model
 from repro.papers import load_papers
 from repro.papers.kv_binding import formulas
-from repro.papers.kv_binding.forms import compare_setting, list_backbones, list_ratios, show_picture
+from repro.papers.kv_binding.forms import compare_setting, find_setting, list_backbones, list_ratios, show_picture
 from repro.papers.kv_binding.sections import CHANGES, UNLIKE, count_probed, list_changes, list_probes, weigh_learners
 from repro.report.pages import build_document
-from repro.report.results import Results
+from repro.report.results import Missing, Results
 from repro.report.variants import find_groups
 from repro.tasks.classification.params import ClassifierParams
 from tests.conftest import ROOT
@@ -253,6 +253,15 @@ def test_the_forms_are_told_with_crossover_and_memory(checkout):
     assert "| LaCT, V6 | 89.67 | 124.6 | 1.39 | 0.250 | 0.200 | 0.80 |" in page
     assert "No row is of a GPU" in page
     assert "| plain | parallel | 1234.0 | 99 |" in list_backbones(judge(checkout, PAPER))
+
+
+def test_forms_of_an_interrupted_measurement_are_told(checkout):
+    """LaCT comes first; Vittt and the paper's setting are not measured yet."""
+    write_forms(checkout, forms()[:6])
+    report = judge(checkout, PAPER)
+    assert "chunks of LaCT 256 tokens" in list_ratios(report)
+    with pytest.raises(Missing):
+        find_setting(report, "tokens")
 
 
 def test_the_table_of_learners_says_yes_where_the_code_has_a_parallel_form():

@@ -119,6 +119,8 @@ def test_layers_that_look_farther_or_have_a_lower_peak_than_the_teacher_are_coun
     by_layer["after"]["peak_percent"] = [1.0, 2.0, 1.0]
     about = {"model": TINY, "options": {}, "weights_hash": "a", "teacher_hash": "b"}
     checkout.record("replications/attention", about | {"by_layer": by_layer})
+    # the same student, looked at with other pictures
+    checkout.record("replications/again", about | {"by_layer": by_layer, "held_out_images": 9})
     report = checkout.report()
     assert [find_attention(report, key) for key in ("layers", "farther", "lower")] == [3, 2, 1]
 

@@ -16,6 +16,7 @@ from repro.report.markdown import place_on_page
 from repro.report.pages import build_passages
 from repro.report.verdicts import Status
 from tests.conftest import ROOT
+from tests.slow import slow
 
 VITTT, DEIT = "vittt_tiny_patch16_224", "deit_tiny_patch16_224"
 ROWS = (  # model, attention, size, ms, MiB
@@ -169,9 +170,9 @@ def test_nothing_measured_is_said_in_one_row_each(checkout):
 @pytest.mark.parametrize(
     ("began", "expected"),
     [
-        (None, (131, 1)),  # the sum of the stages
+        slow(None, (131, 1)),  # the sum of the stages
         (START, (300, 2)),  # that of the run: the first stage began a second later
-        (START + 11, (131, 1)),  # it is of an earlier run
+        slow(START + 11, (131, 1)),  # it is of an earlier run
     ],
 )
 def test_the_time_of_the_pipeline_is_noted_where_all_stages_ran(checkout, monkeypatch, began, expected):

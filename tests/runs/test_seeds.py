@@ -115,6 +115,9 @@ def test_hits_are_a_bit_an_image_the_first_one_highest():
     random = np.random.default_rng(0).random(10_000) < 0.5
     assert unpack_hits(pack_hits(random), 10_000) == random.tolist()
     assert len(base64.b64decode(pack_hits(random))) == 1250
+    for images in (10_001, 9_992):
+        with pytest.raises(ValueError):
+            unpack_hits(pack_hits(random), images)
 
 
 def test_the_questions_name_the_cells_and_the_search_of_the_profile():

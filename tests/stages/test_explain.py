@@ -12,6 +12,7 @@ from torchvision.datasets import ImageFolder
 
 from repro.core.record import read_record
 from repro.models.checkpoints import open_weights
+from tests.slow import slow
 from tests.stages.helpers import NANO, WEIGHTS, add_params, find_record, read_metrics, save_model
 
 DEIT = Path("artifacts/pretrain/deit/weights.safetensors")
@@ -58,9 +59,10 @@ SEEN = "out.png: 1 picture, resized to a short side of 64 px; the model sees the
 @pytest.mark.parametrize(
     ("file", "map", "says"),
     [
-        *((WEIGHTS, map, SEEN) for map in ("gmm", "reconstruction")),
+        (WEIGHTS, "gmm", SEEN),
+        slow(WEIGHTS, "reconstruction", SEEN),
         # another family has these two
-        (DEIT, "erf", SEEN),
+        slow(DEIT, "erf", SEEN),
         (DEIT, "attention", "overlap (%)"),
     ],
 )

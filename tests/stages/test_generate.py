@@ -90,6 +90,7 @@ def test_a_stopped_run_continues_to_the_same_weights(trained, checkout, repro_cl
 DRAW = ("generate", "--weights", "own.safetensors", "--steps", "3")
 
 
+@pytest.mark.slow
 def test_a_dit5_begins_as_a_dit(checkout, repro_cli):
     """Into a folder of its own; inner weights learn at twice the rate of the rest."""
     teacher = save_denoiser(Path("dit.safetensors"), "dit_nano_patch4")

@@ -24,6 +24,7 @@ def test_where_it_cannot_run(repro_cli, monkeypatch):
     assert "TRITON_INTERPRET is set" in repro_cli.refuse("kernels", "bench")
 
 
+@pytest.mark.slow
 def test_it_runs_with_torch_triton_timm_typer_and_rich_alone():
     """On a bare GPU machine: nothing else of the lock file is imported on the way to the first check."""
     blocked = "dvc sklearn matplotlib pandas scipy pytest mmseg mmcv mmengine dvclive".split()

@@ -19,6 +19,7 @@ from repro.pipeline import run_stages
 from stages import Stage
 from tests.conftest import ROOT
 from tests.faults.lab import kill_all_in, list_processes_in
+from tests.slow import slow
 
 
 @pytest.fixture
@@ -90,7 +91,7 @@ def test_what_needs_a_failed_stage_does_not_run_and_the_others_do(project, capfd
     assert not (project.root / "next.out").exists() and not (project.root / "after.out").exists()
 
 
-@pytest.mark.parametrize(("mode", "living"), [("read", True), ("write", True), ("write", False)])
+@pytest.mark.parametrize(("mode", "living"), [slow("read", True), ("write", True), ("write", False)])
 def test_the_lock_of_a_dead_process_is_passed_over_and_one_whose_number_another_has_is_named(project, living, mode):
     """The file that is named may be removed, and then it runs; a list of locks is DVC's, and nobody else edits it."""
     (dead := subprocess.Popen(["true"])).wait()
@@ -211,7 +212,7 @@ def start_two_slow_stages(project) -> subprocess.Popen:
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="this system has no pidfd")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, slow(signal.SIGKILL)])
 def test_when_a_run_is_stopped_or_killed_its_stages_save_and_no_process_of_it_lives_on(project, number):
     process = start_two_slow_stages(project)
     assert len(list_processes_in(project.root)) >= 4

@@ -155,6 +155,7 @@ def test_the_rates_of_the_profile_digits_are_those_that_were_chosen(name):
     assert any({key: optim[key] for key in each["chosen"]} == each["chosen"] for each in found)
 
 
+@pytest.mark.slow
 def test_the_variants_of_a_paper_are_searched_around_the_rate_of_their_recipe(bare_checkout):
     paths = use_profile("digits")
     for variant in PAPER.variants:

@@ -1,7 +1,7 @@
 """The embedded data set of dense tasks: handwritten digits on textures, in the formats of COCO 2017 and of ADE20K.
 
-See `drawing` for the look of an image. Digits overlap and reach up to a quarter of their width beyond the border,
-unless the setting `overlap` keeps them apart.
+See `drawing` for the look of an image. Digits overlap and reach beyond the border, farther at the right and at the
+bottom, unless the setting `overlap` keeps them apart and inside.
 
 Detection has the ten digits as categories with ids as sparse as COCO's, masks of the visible parts, and boxes around
 the masks. Segmentation has the digits as classes 1..10 and the textures as 11..13, so that no background class inflates
@@ -118,7 +118,7 @@ def draw_image(
             (top, left), box = found
             boxes.append(box)
         else:
-            # up to a quarter of a side beyond the border
+            # of the scan's corner, a quarter of its width beyond the border at most; `ink` is wider than the scan
             top, left = rng.integers(-side // 4, size - 3 * side // 4, size=2)
         level = draw_level(rng, settings)
         digits.append(int(targets[chosen]))
@@ -126,7 +126,8 @@ def draw_image(
         window = np.s_[max(top, 0) : max(top, 0) + ink.shape[0], max(left, 0) : max(left, 0) + ink.shape[1]]
         covered = cover(ink)
         canvas[window] += covered * (level - canvas[window])
-        # the soft rim stays unlabelled; strokes get their class below, when it is known which of them remain visible
+        # the soft rim stays unlabelled, except over the stroke of an earlier digit, which keeps its pixels; strokes get
+        # their class below, when it is known which of them remain visible
         labels[window][covered > 0] = 0
         owner[window][ink > INK] = len(digits) - 1
     instances = []

@@ -13,6 +13,7 @@ from ...report.paper import Drawings
 from ...report.records import Source, describe_origin, group_by
 from ...report.results import Missing
 
+_COMMAND = "repro kernels forms"
 _PICTURE = "kv_binding_forms.png"
 _STEPS = ("own", "v1", "v2", "v3", "v4", "v5", "v6")  # of LaCT, towards linear attention
 _NAMES = {
@@ -21,6 +22,7 @@ _NAMES = {
     "vittt_plain": "Vittt, plain",
     "vittt_dot": "Vittt, dot",
 }
+_MODELS = {"lact": "LaCT", "vittt": "Vittt"}
 _STYLES = {
     "lact_v2": ("#E69F00", "o"),
     "lact_v3": ("#56B4E9", "s"),
@@ -65,9 +67,9 @@ def list_ratios(report: Report) -> str:
                     ratio = show_interval(row["ratio"], row["ratio_ci95"], ".2f")
                     cells[_NAMES[learner], row["tokens"]] = f"{ratio} ({parallel / recurrent:.1f}×)"
                 cells[_NAMES[learner], math.inf] = find_crossover(alike)
-            size = f"one image, {timed[0]['heads']} heads of {timed[0]['head_dim']}"
-            lengths = f"chunks of LaCT {chunks['lact']}, Vittt {chunks['vittt']} tokens"
-            blocks.append(f"### {words.capitalize()}, {size}, {lengths}; {describe_origin([source])}")
+            size = f"one image, {timed[0]['heads']} heads of {timed[0]['head_dim']}, chunks of"
+            lengths = ", ".join(f"{_MODELS[model]} {chunk}" for model, chunk in chunks.items())
+            blocks.append(f"### {words.capitalize()}, {size} {lengths} tokens; {describe_origin([source])}")
             blocks.append(
                 cross("learner", cells, number, lambda tokens: "crossover" if tokens == math.inf else f"T {tokens:,}")
             )
@@ -75,8 +77,15 @@ def list_ratios(report: Report) -> str:
 
 
 def find_setting(report: Report, key: str) -> int:
-    """Return a number of the paper's setting from the first record."""
-    return next(row for row in _require_forms(report)[0].metrics["rows"] if row["setting"] == "paper")[key]
+    """Return a number of the paper's setting from the first record that has such rows.
+
+    Raises:
+        Missing: none has, e.g. since `repro kernels forms` was interrupted.
+    """
+    rows = (row for source in _require_forms(report) for row in source.metrics["rows"] if row["setting"] == "paper")
+    if (row := next(rows, None)) is None:
+        raise Missing("the paper's setting is not measured yet", _COMMAND)
+    return row[key]
 
 
 def show_picture(report: Report) -> str:
@@ -127,7 +136,7 @@ def find_side(tokens: int) -> int:
 
 def _require_forms(report: Report) -> list[Source]:
     if not (sources := _find_forms(report)):
-        raise Missing("nothing is measured yet", "repro kernels forms")
+        raise Missing("nothing is measured yet", _COMMAND)
     return sources
 
 

@@ -148,7 +148,7 @@ def parallel_error(step: str) -> float:
 def order_error(step: str, norm: str | None = None) -> float:
     """Return how much the outputs change, relative to the largest one, when two chunks of keys and values are swapped.
 
-    A state that is a sum over chunks does not change. Momentum is switched off, because its weights depend on the
+    A state that is a sum over chunks does not change, if all queries read the last one: the loop's order is `end`. Momentum is switched off, because its weights depend on the
     position of a chunk. `norm` is that of `InnerLoop`; None keeps the step's own.
     """
     changes = {"momentum": False} | ({} if norm is None else {"norm": norm})
@@ -202,6 +202,7 @@ def _draw_lact(step: str, **changes: Any) -> tuple:
     generator = torch.Generator().manual_seed(1)
     rates = momentum = None
     if loop.rate == "per_weight":
+        # columns for `first`, `last`, `second`, so that `last` has the same rates where it learns alone
         drawn = torch.rand(1, 1, _TOKENS, 3, generator=generator, dtype=torch.float64)
         rates = drawn[..., [0, 2, 1] if len(loop.learned) == 3 else [1]]
     if loop.momentum:

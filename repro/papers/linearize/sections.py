@@ -131,13 +131,15 @@ def find_attention(report: Report, key: str) -> int | str:
 
 
 def _find_layers(report: Report) -> list[tuple[Source, int]]:
-    """Return (record, layer) for every layer of every student whose attention was measured."""
+    """Return (record, layer) for every layer of every student whose attention was measured, each student once."""
     found = report.results.require(
         lambda source: source.metrics.get("by_layer") and source.metrics.get("teacher_hash"),
         "no attention is measured yet",
         _COMMAND,
     )
-    found.sort(key=lambda each: (each.metrics["model"], _name_student(each), each.metrics["weights_hash"]))
+    # several devices or data sets may have measured one student
+    students = {each.metrics["weights_hash"]: each for each in reversed(found)}
+    found = sorted(students.values(), key=lambda each: (each.metrics["model"], _name_student(each)))
     return [(each, layer) for each in found for layer in range(len(each.metrics["by_layer"]["after"]["peak_percent"]))]
 
 

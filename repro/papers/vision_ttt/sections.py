@@ -89,17 +89,21 @@ def list_findings(report: Report) -> str:
 def _of_gradients(m: Mapping[str, Any]) -> list[_Finding]:
     before, after = m["gradient_magnitude"]["before"], m["gradient_magnitude"]["after"]
     shares = [each["top30_share_percent"] for each in (before, after)]
-    ink = [each["ink"]["later_top30_percent"] for each in (before, after)]
-    everywhere = after["ink"]["later_percent"]
     uniform = "the gradients are relatively uniform before training, and stand out after it"
     held = f"the top 30 % of the tokens hold {shares[0]:.0f} % of the gradient before, {shares[1]:.0f} % after"
     semantic = "after training, the tokens with the largest gradients show the object"
+    further = "and more so than before"
+    # a record has this for digits alone, and only where some tokens lie after the first chunks
+    if "later_percent" not in (after["ink"] or {}):
+        return [(uniform, held, shares[1] > shares[0] or NOT_SEEN), (semantic, "–", None), (further, "–", None)]
+    ink = [each["ink"]["later_top30_percent"] for each in (before, after)]
+    everywhere = after["ink"]["later_percent"]
     on_ink = f"{ink[1]:.0f} % of them lie on ink, which {everywhere:.0f} % of all later tokens do"
     # the blank border of an enlarged digit holds no gradient before the training either
     return [
         (uniform, held, shares[1] > shares[0] or NOT_SEEN),
         (semantic, on_ink, ink[1] > everywhere),
-        ("and more so than before", f"{ink[0]:.0f} % lay on ink before", ink[1] > ink[0] or NOT_SEEN),
+        (further, f"{ink[0]:.0f} % lay on ink before", ink[1] > ink[0] or NOT_SEEN),
     ]
 
 
@@ -135,8 +139,10 @@ def _of_losses(m: Mapping[str, Any]) -> list[_Finding]:
     means = [statistics.fmean(by_epoch[epoch]["mean_by_layer"]) for epoch in epochs]
     path = ", ".join(f"{mean:.1f} at epoch {epoch}" for epoch, mean in zip(epochs, means, strict=True))
     smallest = by_epoch[epochs[-1]]["smallest"]
-    is_peaked = means[0] < max(means) and means[-1] < max(means[1:-1] or means)
-    falls = is_peaked or (NOT_SEEN if epochs[-1] < _TURN else False)
+    falls: bool | str | None = None  # two snapshots cannot show a peak
+    if between := means[1:-1]:
+        is_peaked = means[0] < max(between) and means[-1] < max(between)
+        falls = is_peaked or (NOT_SEEN if epochs[-1] < _TURN else False)
     return [
         ("the reconstruction loss rises, then falls", path, falls),
         ("it stays above zero", f"the smallest of a token and layer is {smallest:.1f}", smallest > 0),

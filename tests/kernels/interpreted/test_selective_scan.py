@@ -22,8 +22,8 @@ INPUTS, draw = cases.INPUTS, cases.draw
     [
         # two blocks of channels of which one is short, and one or three groups of tokens
         (None, 1, 5, 33, {}),
-        (None, 1, 19, 8, {}),
-        (None, 1, 19, 8, VMAMBA),
+        slow(None, 1, 19, 8, {}),
+        slow(None, 1, 19, 8, VMAMBA),
         slow(None, 1, 19, 33, VMAMBA),
         # three to five segments, the last full, short or of one token, with two groups each
         (16, 1, 49, 8, {}),

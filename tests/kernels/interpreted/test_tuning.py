@@ -34,7 +34,8 @@ SIZES = {
 }
 # what else is run: both passes in two launches, as where programs are few; and programs with as many tokens as on a GPU
 TWO, LONG = {"tokens": 17, "chunk_size": 16}, {"tokens": 2304, "height": 48}
-CASES = [*((name, {}) for name in OPERATORS if name != "bi_wkv"), ("ttt_linear", TWO), slow("bi_wkv", {})]
+USUAL = ("ttt_linear", "conv_norm")
+CASES = [(name, {}) if name in USUAL else slow(name, {}) for name in OPERATORS] + [("ttt_linear", TWO)]
 CASES += [slow(name, LONG) for name in ("conv_norm", "scan_convs", "gated_norm")]
 # of one config, which no tuner runs
 UNTUNED = {

@@ -99,6 +99,24 @@ def test_fields_that_were_not_drawn_are_no_findings(checkout):
     assert len(findings(checkout)) == 5
 
 
+@pytest.mark.parametrize("ink", [None, {"top30_percent": 50.0}])
+def test_of_pictures_without_ink_nothing_is_said_about_the_object(checkout, ink):
+    """Of other pictures than digits it is not known, and where all tokens are in first chunks none comes later."""
+    metrics = visualized()
+    for state in metrics["gradient_magnitude"].values():
+        state |= {"ink": ink, "ink_reason": "not known"}
+    checkout.record("visualize", metrics)
+    found = [said for says, (_, said) in findings(checkout).items() if "object" in says or "more so" in says]
+    assert found == ["open", "open"]
+
+
+def test_two_snapshots_show_no_peak(checkout):
+    metrics = visualized()
+    del metrics["reconstruction_loss"]["epoch_3"]
+    checkout.record("visualize", metrics)
+    assert findings(checkout)["the reconstruction loss rises, then falls"][1] == "open"
+
+
 def test_what_is_said_of_the_search_stands_in_its_table():
     """Every counter leaves as many numbers unexplained as it says, and what it gives for them is not what the paper
     prints.
