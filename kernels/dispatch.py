@@ -140,12 +140,20 @@ def find_gpu(device: torch.device | str) -> Any:
     return torch.cuda.get_device_properties(device) if exists else None
 
 
+def has_autocast(device_type: str) -> bool:
+    """Tell whether a type of device has autocast; `meta` has none.
+
+    PyTorch is not asked for CPUs and CUDA, since that breaks the graph of its compiler before 2.12.
+    """
+    return device_type in ("cpu", "cuda") or torch.amp.is_autocast_available(device_type)
+
+
 def no_autocast(device_type: str) -> contextlib.AbstractContextManager:
     """Return a context without autocast.
 
     The context does nothing if autocast is already off, and then leaves no trace in an exported graph.
     """
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+    if has_autocast(device_type) and torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()
 
@@ -182,7 +190,7 @@ def check_others(
     tensors: Mapping[str, Tensor],
     shapes: Mapping[str, tuple],
     same_dtype: Collection[str],
-    beside: str = "",
+    **sizes: int,
 ) -> None:
     """Raise a ValueError or TypeError that names the first tensor that does not fit the leading one.
 
@@ -192,12 +200,14 @@ def check_others(
         tensors: all tensors by name, including the leading one.
         shapes: the shape that each tensor must have, by name.
         same_dtype: the names of the tensors that must have the leading one's dtype; the others may also be fp32.
-        beside: further sizes that the shapes depend on, for the message, such as ` and chunk_size 16`.
+        sizes: further sizes that the shapes depend on, for the message.
     """
     lead = tensors[leading]
     for name, x in tensors.items():
         if tuple(x.shape) != shapes[name]:
-            beside = f"{leading} {tuple(lead.shape)}{beside}"
+            beside = " and ".join(
+                [f"{leading} {tuple(lead.shape)}", *(f"{key} {value}" for key, value in sizes.items())]
+            )
             raise ValueError(f"{op}: {name} has shape {tuple(x.shape)}, expected {shapes[name]} beside {beside}")
         allowed = (lead.dtype,) if name in same_dtype else (torch.float32, lead.dtype)
         if x.dtype not in allowed:

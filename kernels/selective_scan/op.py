@@ -210,7 +210,7 @@ def _check(op, routes, u, delta, A, B, C, D, z, delta_bias, full_precision):
         "delta_bias": (*routes, E),
     }
     expected |= {"z": (*tokens, E)} | dict.fromkeys(("B", "C"), (*tokens, *routes, N))
-    dispatch.check_others(op, "u", tensors, expected, ("u", "delta", "B", "C", "z"), f" and N {N}")
+    dispatch.check_others(op, "u", tensors, expected, ("u", "delta", "B", "C", "z"), N=N)
 
 
 def forward_flops(shape: Sequence[int], state_dim: int) -> int:

@@ -176,7 +176,7 @@ def _check(op, directions, arguments, chunk_size, eps):
     head = (*R, H, D)
     expected = {"lr": (B, T, H), "token_scale": (*R, chunk_size), "W0": (*head, D)}
     expected |= dict.fromkeys(("q", "k", "v"), tuple(q.shape)) | dict.fromkeys(("b0", "ln_weight", "ln_bias"), head)
-    dispatch.check_others(op, "q", tensors, expected, ("q", "k", "v"), f" and chunk_size {chunk_size}")
+    dispatch.check_others(op, "q", tensors, expected, ("q", "k", "v"), chunk_size=chunk_size)
 
 
 def forward_flops(shape: Sequence[int], chunk_size: int) -> int:

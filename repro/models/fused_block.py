@@ -26,7 +26,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from kernels import selected_backend as selected_scan
 from kernels.around.op import selected_backend
 from kernels.custom_op import is_plain, may_be_node, may_be_opaque
-from kernels.dispatch import compute_dtype
+from kernels.dispatch import compute_dtype, has_autocast
 
 from . import fused_launches, fused_loops
 from .as_built import Built, are_as_built, built_conv, is_watched
@@ -160,8 +160,8 @@ def _choose_backend(
 def product_dtype(tokens: Tensor) -> torch.dtype:
     """Return the dtype of a block's products: that of autocast if it is enabled, else the tokens' own."""
     device = tokens.device.type
-    available = torch.amp.is_autocast_available(device)
-    return torch.get_autocast_dtype(device) if available and torch.is_autocast_enabled(device) else tokens.dtype
+    is_on = has_autocast(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if is_on else tokens.dtype
 
 
 def forward(block: Any, tokens_BTD: Tensor, grid: Grid, backend: str) -> Tensor:

@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.dispatch import has_autocast
+
 from ..core.errors import did_you_mean
 from .image_model import Grid
 from .inner_models import MODELS, Weights
@@ -342,5 +344,4 @@ def error_signal(loss: Loss, predicted: Tensor | None, v: Tensor, scale: float) 
 
 def full_precision(device_type: str) -> contextlib.AbstractContextManager:
     """Return a context that switches autocast off; devices without autocast, such as meta, need none."""
-    supported = torch.amp.is_autocast_available(device_type)
-    return torch.autocast(device_type, enabled=False) if supported else contextlib.nullcontext()
+    return torch.autocast(device_type, enabled=False) if has_autocast(device_type) else contextlib.nullcontext()

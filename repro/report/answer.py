@@ -7,11 +7,10 @@ import datetime
 import os
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..bench.pooling import COMMAND, EMULATED, HOST, Row, bound_ratio, describe_time
-from ..core.config import DEFAULT_PROFILE, find_profile, load_yaml
 from ..core.errors import UserError
 from ..core.record import read_json, write_json
 from ..core.runtime import RUN_BEGAN
@@ -139,7 +138,9 @@ def _compare_speeds(comparison: Comparison, measured: Sequence[Speeds]) -> str:
     (our_model, ours), (their_model, theirs) = comparison.ours, comparison.theirs
     rows = []
     for speeds in measured:
-        name = f"{str(speeds.group).partition(': ')[2]}, commit {speeds.source.commit}{speeds.group.caveat}"
+        name = (
+            f"{str(speeds.group).partition(': ')[2]}, commit {_name_commits(speeds.rows.values())}{speeds.group.caveat}"
+        )
         for size in sorted(comparison.sizes, reverse=True):
             row = [name, f"{size}²", _format_row(speeds.rows.get((our_model, None, size)))]
             for attention in ATTENTIONS:
@@ -182,14 +183,17 @@ def _compare_fastest(comparison: Comparison, results: Results) -> str:
         fastest = [_find_fastest(own) for own in both if own]
         if len(fastest) == 2 and len(ways) > 1 and (ratio := bound_ratio(*fastest)):
             shown = [f"{_format_row(row)} ({_name_way(row)})" for row in fastest]
-            commits = " and ".join(dict.fromkeys(row["commit"][:12] for row in fastest))
-            name = f"{device.partition(': ')[2]}, batch {batch_size}, commit {commits}"
+            name = f"{device.partition(': ')[2]}, batch {batch_size}, commit {_name_commits(fastest)}"
             rows.append([name, f"{size}²", *shown, format_ratio(*ratio)])
     if not rows:
         return ""
     says = f"The fastest way of either side, among the ways in which it was measured there ({ours} against {theirs}):"
     shown = table(["measured on", "image", ours, theirs, f"{ours}'s speed against it"], rows)
     return join([says, shown, bullets(_list_emulated(results))])
+
+
+def _name_commits(rows: Iterable[Row]) -> str:
+    return " and ".join(dict.fromkeys(row["commit"][:12] for row in rows))
 
 
 def _list_emulated(results: Results) -> list[str]:
@@ -239,9 +243,7 @@ def note_pipeline(results: Results) -> None:
     stays as it is if the seconds of a record are missing, as on a fresh clone, or if only the report runs again.
     """
     # without the record of the machine, which has no parameters and no results, and without other profiles' cells
-    own = [source for source in results.sources if source.stage is not None and "params_hash" in source.identity]
-    cells = load_yaml(find_profile(results.paths, DEFAULT_PROFILE))
-    own = [each for each in own if each.cell is None or each.cell in (cells.get(each.stage) or {each.cell: None})]
+    own = [each for each in results.sources if results.is_by_default(each) and "params_hash" in each.identity]
     files = [results.paths.root / source.run_file for source in own]
     if not files or not all(file.is_file() for file in files):
         return
@@ -299,7 +301,7 @@ def _orderings(report: Report) -> list[_Row]:
         words = "; ".join(f"{place}: {found.counted}" for place, (_, _, found) in best.items())
         sources = [source for group, where, _ in best.values() for source in group.at(where).values()]
         scope = f"{describe_origin(sources)}; {describe_seeds(sources)}"
-        rows.append((f"pairs that the paper orders, seen on embedded {data}, {rates}", "–", words, scope))
+        rows.append((f"pairs that the paper orders, seen on {data}, {rates}", "–", words, scope))
     return rows
 
 
@@ -309,9 +311,8 @@ def _comparison_picture(report: Report) -> str:
     if (speeds := find_speeds(comparison, report.results)) is None:
         return ""
     group, source = speeds.group, speeds.source
-    text = (
-        f"{comparison.title}: time and peak memory over the image size. {group}, {group.mode}, commit {source.commit}"
-    )
+    commits = _name_commits(speeds.rows.values())
+    text = f"{comparison.title}: time and peak memory over the image size. {group}, {group.mode}, commit {commits}"
     origin = f"`{source.path}`" if source.stage else f"`{source.path}`, {OUTSIDE}"
     caption = f"{text}{group.caveat} ({origin}). {speeds.describe_crossings()}".rstrip()
     return join([picture(f"figures/{comparison.picture}", comparison.title), caption])

@@ -50,7 +50,9 @@ def list_marks(_: Report) -> str:
 
 def list_ways(report: Report) -> str:
     """Count the paper's entries by what can reproduce them: the default run, other runs, the papers' data and GPUs."""
-    graph = {source.path for source in report.results.sources if source.stage is not None}
+    graph = {source.path for source in report.results.sources if report.results.is_by_default(source)}
+    # the report itself reads the profiles
+    graph |= {path for verdict in report.all for path in verdict.sources if path.startswith("profiles/")}
     measured = [verdict for verdict in report.all if verdict.ours is not None]
     by_default = sum(graph.issuperset(verdict.sources) for verdict in measured)
     others = [verdict for verdict in report.all if verdict.ours is None]

@@ -1,5 +1,6 @@
 """Comparison of trainings on dense tasks with a method that learns nothing: scores, learning curves and confusions."""
 
+import json
 import statistics
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -194,15 +195,14 @@ def _against(source: Source, reference: Mapping[str, float], labels: Mapping[str
 
 
 def _compare_first_weights(sources: Sequence[Source], labels: Mapping[str, str]) -> str:
-    """Return the gain of pretrained over random initial weights in the first score, at equal model and epochs.
+    """Return the gain of pretrained over random initial weights in the first score, at equal model, options and recipe.
 
     A model without an interval over seeds for both is left out; the text is empty where none is left.
     """
     key, label = next(iter(labels.items()))
     runs = [source for source in sources if find_score_interval(source.metrics, key)]
-    by_length = group_by(runs, lambda source: (source.metrics["model"], source.metrics["epochs"]))
     lines = []
-    for (model, epochs), alike in sorted(by_length.items()):
+    for (model, epochs, *_), alike in sorted(group_by(runs, _name_training).items()):
         best = keep_best(alike, _name_first_weights)
         if len(best) == 2:
             pretrained, random = (source.metrics for source in sorted(best, key=_name_first_weights))
@@ -213,6 +213,13 @@ def _compare_first_weights(sources: Sequence[Source], labels: Mapping[str, str])
                 f"`{model}` after {epochs} epochs, {describe_seeds(best)}: {gained}; the 95 % intervals {met}."
             )
     return bullets(lines)
+
+
+def _name_training(source: Source) -> tuple[Any, ...]:
+    """Return what a model with pretrained first weights and one with random ones must have in common."""
+    m = source.metrics
+    options = json.dumps(m["options"], sort_keys=True)
+    return m["model"], m["epochs"], m["steps"], m["batch_size"], options, bool(m.get("freeze")), m["data"]
 
 
 def _class_scores(sources: Sequence[Source]) -> str:

@@ -200,7 +200,7 @@ def _embed(folder: Path, name: str) -> Mapping[str, Any] | None:
     stream = io.BytesIO()
     try:
         image = Image.open(file).convert("RGBA")
-    except OSError as error:
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # SyntaxError: a PNG's chunks
         raise UserError(f"{file}: not a picture that can be read ({error}); make it again, or remove it") from None
     image.thumbnail((_LARGEST, _LARGEST))
     image.save(stream, "WEBP", quality=75)

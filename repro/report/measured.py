@@ -203,7 +203,8 @@ def _list_sweep(group: SpeedGroup, rows: Sequence[tuple[Row, Source]]) -> list[s
     blocks = []
     for key, label in (("latency_ms", "Step (ms)"), ("peak_memory_mib", "Peak memory (MiB)")):
         blocks += [f"{label}, by image size:", cross("model", cells, partial(_cell, key=key))]
-    concluded = conclude(rows[0][1].metrics["rows"])
+    # a file may have rows of one processor with several numbers of threads, which are not compared
+    concluded = conclude([row for row in rows[0][1].metrics["rows"] if row["device"] == group.device])
     if compared := [each for each in concluded["compared"] if SpeedGroup.of(each, group.device) == group]:
         header = ["size", "against", "pixels", "speed-up", "memory saved", "faster"]
         largest = "at the largest size where both ran, and at which sizes ours is faster:"

@@ -96,8 +96,8 @@ def read_speeds(paths: Paths) -> list[Source]:
 def read_sources(paths: Paths, stages: Iterable[str]) -> list[Source]:
     """Return the records of the given stages, in that order, then those of results/replications.
 
-    Where several machines scored one experiment, the record with the most seeds represents it and has the rest in
-    `others`.
+    Where several machines scored one experiment, the record with the most seeds represents it, the pipeline's among
+    equals, and has the rest in `others`.
 
     Raises:
         UserError: a record is damaged.
@@ -107,7 +107,7 @@ def read_sources(paths: Paths, stages: Iterable[str]) -> list[Source]:
     for stage in stages:
         files += [(file, stage, None) for file in root.glob(f"{stage}/metrics.json")]
         files += [(file, stage, file.parent.name) for file in sorted(root.glob(f"{stage}/*/metrics.json"))]
-    others = (file for file in sorted(root.glob("replications/**/*.json")) if not file.name.endswith("run.json"))
+    others = (file for file in sorted(root.glob("replications/**/*.json")) if not file.name.endswith(".run.json"))
     files += [(file, None, None) for file in others]
     sources = [_read(paths, *each) for each in files]
 
@@ -119,7 +119,7 @@ def read_sources(paths: Paths, stages: Iterable[str]) -> list[Source]:
 
     merged = []
     for alike in group_by(sources, name_experiment).values():
-        first, *others = sorted(alike, key=lambda each: (-each.most_seeds, each.path))
+        first, *others = sorted(alike, key=lambda each: (-each.most_seeds, each.stage is None, each.path))
         merged.append(dataclasses.replace(first, others=tuple(others)))
     return merged
 

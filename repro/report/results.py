@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from ..bench.kernels import find_memory_ratio, read_bench
 from ..bench.pooling import COMMAND, HOST, UNKNOWN, Row, find_slow_operator, mark_host, pool_runs
-from ..core.config import find_profile, list_profiles, load_yaml
+from ..core.config import DEFAULT_PROFILE, find_profile, list_profiles, load_yaml
 from ..core.errors import UserError
 from ..core.paths import Paths
 from ..core.record import read_json
 from .paper import Paper
-from .records import Missing, Source, check_mapping, name_keys, read_sources, read_speeds
+from .records import Missing, Source, check_mapping, list_all, name_keys, read_sources, read_speeds
 
 
 class _Benchmark(NamedTuple):
@@ -216,7 +216,23 @@ class Results:
 
     def find(self, path: str) -> Source | None:
         """Return the record at a path; None for another file from which a number was read, such as a manifest."""
-        return next((source for source in self.sources if source.path == path), None)
+        return next((source for source in list_all(self.sources) if source.path == path), None)
+
+    def is_by_default(self, source: Source) -> bool:
+        """Tell whether `make reproduce` writes a record: one of a stage without cells, or of a cell of profiles/mini.yaml."""
+        if source.stage is None or source.cell is None:
+            return source.stage is not None
+        return source.stage not in self._default_cells or source.cell in (self._default_cells[source.stage] or {})
+
+    @cached_property
+    def _default_cells(self) -> Mapping[str, Any]:
+        file = self.paths.profiles / f"{DEFAULT_PROFILE}.yaml"
+        return load_yaml(file) if file.is_file() else {}
+
+    @cached_property
+    def _hashes(self) -> set[str]:
+        """The hashes of the weights that the stages trained, by which an evaluation of them is known."""
+        return {each.metrics["weights_hash"] for each in list_all(self.score_sources) if each.most_seeds and each.stage}
 
     def _read(self, stage: str, done: str, key: str, name: str) -> float:
         """Read a number of a mapping in a stage's record; raise `Missing` if it is not `done`, e.g. `counted`, yet."""
@@ -252,7 +268,7 @@ class Results:
         benchmark, command = _BENCHMARKS[kind], self._score_command(kind, model, training)
         fitting = [
             each
-            for each in self.score_sources
+            for each in list_all(self.score_sources)
             if each.metrics["kind"] == kind
             and self.is_full(each)
             and self._is_as_described(each, benchmark, training)
@@ -274,7 +290,9 @@ class Results:
             return False
         if not source.most_seeds:  # a training evaluates in fp32, `repro evaluate` in a given dtype
             is_of_recipe = bool(training.keys() - {"image_size"})
-            return not is_of_recipe and fits_training(record, training) and source.identity.get("dtype") == "fp32"
+            is_known = record.keys() & {"weights_tag", "weights_file"} or record.get("weights_hash") in self._hashes
+            fits = fits_training(record, training) and source.identity.get("dtype") == "fp32"
+            return bool(is_known) and not is_of_recipe and fits
         # outside the stages, a command line may have shortened a training; other first weights are another experiment
         starts_pretrained = benchmark.starts_pretrained or "frozen" in training
         is_alike = (record.get("init") is not None) == starts_pretrained

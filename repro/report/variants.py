@@ -36,6 +36,11 @@ class Group:
         return next(iter(self.variants.values())).metrics
 
     @property
+    def setting(self) -> tuple[Any, ...]:
+        """What the trainings have in common besides their model and first weights."""
+        return _read_setting(next(iter(self.variants.values())))
+
+    @property
     def most_seeds(self) -> int:
         return max(source.most_seeds for source in self.variants.values())
 
@@ -81,7 +86,8 @@ def find_groups(results: Results, paper: Paper, names: Collection[str] = ()) -> 
     """Group a paper's trained variants by suite and model.
 
     A group belongs to the machine that `rank_machine` puts first, by all variants or by those in `names` if there are
-    any. Its `elsewhere` has the groups of the other machines.
+    any. Its `elsewhere` has the groups of the other machines. Records that differ in data, length or first weights are
+    not compared: of one machine's, the most that agree are the group.
     """
     listed = list_all(results.sources)
     trained = [each for each in listed if each.most_seeds and TOP1 in each.metrics]
@@ -90,22 +96,33 @@ def find_groups(results: Results, paper: Paper, names: Collection[str] = ()) -> 
     def rank(group: Group) -> tuple[int, int, int]:
         return rank_machine([source for name, source in group.variants.items() if not names or name in names])
 
+    def find_alike(source: Source) -> tuple[Any, ...]:
+        return source.machine, _read_setting(source), (source.metrics.get("init") or {}).get("weights_hash")
+
     groups = []
     for suite in paper.suites:
         found = suite.list_places(paper.variants)
         members = [each for each in trained if each.place in found]
         for alike in group_by(members, lambda each: each.metrics["model"]).values():
-            by_machine = [
-                _gather(suite, {found[each.place]: each for each in reversed(own)}, searches, paper)
-                for own in group_by(alike, lambda each: each.machine).values()
-            ]
+            by_machine = [_gather(suite, own, searches, paper) for own in group_by(alike, find_alike).values()]
             first, *others = sorted(by_machine, key=rank, reverse=True)
+            others = [each for each in others if each.machine != first.machine and each.setting == first.setting]
             groups.append(dataclasses.replace(first, elsewhere=tuple(others)))
     return groups
 
 
-def _gather(suite: Suite, members: Mapping[str, Source], searches: Iterable[Source], paper: Paper) -> Group:
+def _read_setting(source: Source) -> tuple[Any, ...]:
+    keys = ("data", "image_size", "epochs", "split", "held_out_images", "classes")
+    return tuple(source.metrics.get(key) for key in keys)
+
+
+def _gather(suite: Suite, own: Iterable[Source], searches: Iterable[Source], paper: Paper) -> Group:
     """Make the group of one machine's records, and look up the searches of their learning rates."""
+    by_place = {each.place: each for each in own}
+    members: dict[str, Source] = {}
+    for place, name in suite.list_places(paper.variants).items():  # of a variant's cells the first counts
+        if place in by_place:
+            members.setdefault(name, by_place[place])
     ordered = {name: members[name] for name in dict.fromkeys((*paper.variants, *sorted(members))) if name in members}
     chosen = {name: _find_search(suite, name, source, searches) for name, source in ordered.items()}
     return Group(suite=suite, variants=ordered, searches={name: search for name, search in chosen.items() if search})
@@ -228,12 +245,17 @@ def describe_elsewhere(group: Group, names: Collection[str]) -> str:
 
 
 def _judge_elsewhere(group: Group, where: VariantTable, ledger: Ledger) -> list[tuple[Group, Ordering, Ordering]]:
-    """Return other machines' groups with an ordered pair, their verdicts, and this group's on the same variants."""
+    """Return other machines' groups with an ordered pair, and the verdicts of both on the variants that both have."""
     found = []
     for other in group.elsewhere:
-        shared = {name: source for name, source in group.variants.items() if name in other.variants}
-        if (judged := judge_group(other, where, ledger)).pairs:
-            same = judge_group(dataclasses.replace(group, variants=shared), where, ledger)
+        shared = [name for name in group.variants if name in other.variants]
+        judged, same = (
+            judge_group(
+                dataclasses.replace(each, variants={name: each.variants[name] for name in shared}), where, ledger
+            )
+            for each in (other, group)
+        )
+        if judged.pairs:
             found.append((other, judged, same))
     return found
 
@@ -368,13 +390,15 @@ def count_macs(model: str, options: str, image_size: int, classes: int) -> float
 
 
 def _downstream_scores(results: Results, source: Source) -> dict[str, float]:
-    """Return the scores of the detectors and segmenters that started from the weights of this record."""
-    weights = f"artifacts/{source.place}/weights.safetensors"
+    """Return the scores of the detectors and segmenters that started from the weights of this record.
+
+    Of several, those of the pipeline count before others, then those of the longest training.
+    """
+    weights, found = source.metrics["weights_hash"], {}
     keys = {key for scores in results.scores.values() for key in scores} - {TOP1}
-    found = {}
-    for m in (other.metrics for other in results.score_sources):
-        if (m.get("init") or {}).get("weights") == weights:
-            found |= {key: m[key] for key in keys if isinstance(m.get(key), (int, float))}
+    dense = [each for each in results.score_sources if (each.metrics.get("init") or {}).get("weights_hash") == weights]
+    for m in (each.metrics for each in sorted(dense, key=lambda each: (each.stage is None, -each.metrics["epochs"]))):
+        found = {key: m[key] for key in keys if isinstance(m.get(key), (int, float))} | found
     return found
 
 

@@ -38,18 +38,20 @@ def list_students(report: Report) -> str:
         "repro linearize --cell t5_nano_digits",
     )
 
-    def find_teacher(each: Source) -> str:
-        return each.metrics["init"]["weights_hash"]
+    def find_data(each: Source) -> list:
+        return [each.metrics[key] for key in ("data", "split", "held_out_images")]
+
+    def find_setting(each: Source) -> tuple:
+        return each.metrics["init"]["weights_hash"], *find_data(each)
 
     def name(each: Source) -> tuple:
-        m = each.metrics
-        return find_teacher(each), _name_student(each), m.get("freeze", False), m["steps"], m["data"]
+        return *find_setting(each), _name_student(each), each.metrics.get("freeze", False), each.metrics["steps"]
 
     header = ["student", "trained", "steps", "seeds", "before training", "top-1", "of the teacher's", "measured on"]
     blocks: list[str] = []
-    for init, alike in group_by(keep_best(found, name), find_teacher).items():
+    for (init, *data), alike in group_by(keep_best(found, name), find_setting).items():
         students = sorted(alike, key=lambda each: -each.metrics[TOP1])
-        teacher = next((source for source in sources if source.metrics.get("weights_hash") == init), None)
+        teacher = next((each for each in sources if each.most_seeds and each.metrics["weights_hash"] == init), None)
         m = students[0].metrics
         known = f"Students of the softmax model `{m['init']['weights']}`"
         if teacher is not None:
@@ -60,7 +62,8 @@ def list_students(report: Report) -> str:
         for each in students:
             trained = "new weights alone" if each.metrics.get("freeze") else "all weights"
             untrained = describe_sample([run[_UNTRAINED] for run in each.metrics["by_seed"]]).mean
-            share = f"{100 * each.metrics[TOP1] / teacher.metrics[TOP1]:.1f} %" if teacher else "–"
+            is_alike = teacher is not None and find_data(teacher) == data
+            share = f"{100 * each.metrics[TOP1] / teacher.metrics[TOP1]:.1f} %" if is_alike else "–"
             row = [_name_student(each), trained, f"{each.metrics['steps']:,}", len(each.metrics["by_seed"])]
             rows.append([*row, f"{untrained:.1f} %", _show_score(each), share, describe_origin([each])])
         blocks += [warn_of_seeds(students), known, table(header, rows)]

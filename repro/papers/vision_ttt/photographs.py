@@ -115,12 +115,12 @@ def is_finished(question: Mapping[str, Any], models: Mapping[str, Model], seeds:
 
 
 def judge_pairs(question: Mapping[str, Any], models: Mapping[str, Model]) -> list[Judged]:
-    """Judge the pairs of a finished question by the rules of cifar10.yaml."""
+    """Judge the pairs of a finished question by the rules of cifar10.yaml; other models may have fewer seeds."""
     asked, not_worse, shown = (
         [(first, second) for first, second in question.get(kind, ())] for kind in ("pairs", "not_worse", "shown")
     )
-    top1 = {name: model.top1 for name, model in models.items()}
-    least = round_off(next(found["images"] for model in models.values() for found in model.seeds.values()))
+    top1 = {name: models[name].top1 for name in _list_models(question)}
+    least = round_off(next(found["images"] for name in top1 for found in models[name].seeds.values()))
     unpaired = holm([_test_unpaired(models[first], models[second]) for first, second in asked])
     welch = dict(zip(asked, unpaired, strict=True))
     found = []

@@ -158,7 +158,7 @@ def _find_unlearnt(report: Report) -> dict[str, str]:
         of_model = [
             each.metrics
             for each in report.results.score_sources
-            if all(each.metrics[key] == source.metrics[key] for key in ("model", "data"))
+            if each.most_seeds and all(each.metrics[key] == source.metrics[key] for key in ("model", "data"))
         ]
         best = max(of_model, key=lambda m: m.get(TOP1, 0.0))
         if best[TOP1] > source.metrics[TOP1] + _FAR:

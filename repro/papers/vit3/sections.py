@@ -137,7 +137,7 @@ def list_denoisers(report: Report) -> str:
 def _compare(better: Source, worse: Source, name: Callable[[Source], str]) -> str:
     """Write a sentence on two held-out losses, paired by seed: both saw the same images with the same noise."""
     losses = {name(source): source.by_seed(_HELD_OUT) for source in (worse, better)}
-    pairs = compare_pairs(losses, [tuple(losses)], 0.0)
+    pairs = compare_pairs(losses, [tuple(losses)], _LEAST_SPREAD)
     said = f"{code(name(better))} against {code(name(worse))}"
     if not pairs:
         return f"{said}: no seed in common."
