@@ -12,7 +12,7 @@ from repro.core.config import build
 from repro.models.t5 import CHOICES
 from repro.papers import describe_recipe, load_papers
 from repro.papers.linearize import formulas
-from repro.papers.linearize.sections import find_attention, weigh_inheritance
+from repro.papers.linearize.sections import find_attention, list_students, weigh_inheritance
 from repro.report.variants import find_groups
 from repro.tasks.classification.params import ClassifierParams
 from tests.papers.conftest import count_model, count_statuses, find_keys, find_statuses, judge, judge_counts, read_key
@@ -111,6 +111,22 @@ def test_a_shift_of_the_keys(what):
     """Gone where the mean over the tokens is subtracted, and in softmax; by what it is defined, nowhere else."""
     error = formulas.shift_error(what)
     assert error < 1e-12 if what in ("softmax", "instance", "no_std") else error > 0.1
+
+
+def test_students_on_two_data_sets_stand_in_two_tables(checkout):
+    """The teacher's accuracy on digits is no measure of a student on another set; an evaluation of it is no training."""
+    trained = {"by_seed": [{"seed": 0, "top1_percent": 50.0, "untrained_top1_percent": 9.0}]}
+    trained |= {"top1_percent": 50.0, "untrained_top1_percent": 9.0}
+    teacher = {"weights_hash": "ab", "top1_percent": 80.0, "held_out_images": 10}
+    checkout.train("pretrain/teacher", "softvittt", "digits", **teacher)
+    checkout.record(
+        "replications/a/evaluate/teacher", teacher | {"model": "softvittt", "kind": "digits", "data": "digits"}
+    )
+    for data in ("digits", "digits_wild"):
+        checkout.train(f"linearize/{data}", TINY, data, init=INIT, held_out_images=10, **trained)
+    digits, wild = list_students(checkout.report()).split("Students of the softmax model")[1:]
+    assert "All on digits, 10 images" in digits and "| 62.5 % |" in digits
+    assert "All on digits_wild, 10 images" in wild and "62.5" not in wild
 
 
 def test_layers_that_look_farther_or_have_a_lower_peak_than_the_teacher_are_counted(checkout):

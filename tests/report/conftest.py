@@ -120,6 +120,7 @@ class Checkout:
         scores = {"top1_percent": sum(values) / len(values), "top5_percent": 99.0} if values else {}
         usual = {"model": model, "options": {}, "data": kind, "kind": kind, "classes": 10, "image_size": 224}
         usual |= {"init": None, "init_reason": "random weights", "epochs": 300, "num_params": 7, "recipe_hash": "r"}
+        usual |= {"steps": 100, "batch_size": 64, "weights_hash": path}
         usual |= {"seeds": list(range(len(runs) or 1)), "by_seed": runs or [{"seed": 0}], "split": "val", **scores}
         self.record(path, {**usual, **more}, curve=curve)
 

@@ -71,6 +71,12 @@ def test_speed_is_said_for_us_and_against_us_with_its_device(checkout):
         [name, "224²", "40.0 ms, 60.0 MiB", f"20.0 ms, 50.0 MiB: 0.500{one}, 20 % more memory", fused],
     ]
     assert "DeiT-T is neither" in shown and "No GPU" in shown
+    # after one row was measured again, both commits are named
+    file = checkout.paths.results / "speed/cpu.csv"
+    file.write_text(file.read_text().replace("0123456789ab", "fedcba987654", 1))
+    assert {row[0] for row in read_rows(speed_blocks(checkout.report()))} == {
+        name.replace("0123456789ab", "fedcba987654 and 0123456789ab")
+    }
     # the ranges of both rows are one of the ratio, however wide it is: 0.25 · 0.5 / 1.5 and 0.25 · 1.5 / 0.5
     speeds(checkout, rows=[row for row in ROWS if row[2] == 224], ends=(0.5, 1.5))
     (_, row) = read_rows(speed_blocks(checkout.report()))
@@ -183,9 +189,10 @@ def test_the_time_of_the_pipeline_is_noted_where_all_stages_ran(checkout, monkey
     checkout.count(v=(VITTT, {}, 224, 6_983_116, 1.4575))
     checkout.write("README.md", "<!-- run -->\n<!-- /run -->\n")
     # a record of another profile, which this run did not make
-    checkout.write("profiles/mini.yaml", "prepare_data: {digits: {}}\n")
-    checkout.record("prepare_data/other", {})
-    (checkout.paths.results / "prepare_data/other/run.json").unlink()
+    checkout.write("profiles/mini.yaml", "prepare_data: {digits: {}}\nablate: {}\n")
+    for path in ("prepare_data/other", "ablate/other"):
+        checkout.record(path, {})
+        (checkout.paths.results / path / "run.json").unlink()
     files = sorted(file for file in checkout.paths.results.rglob("*run.json") if "replications" not in file.parts)
     for number, (seconds, file) in enumerate(zip((90, 31, 10), files, strict=True)):
         file.write_text(f'{{"seconds": {seconds}, "finished": "2026-01-01T12:0{2 + number}:00+00:00"}}')

@@ -82,7 +82,7 @@ def test_the_longest_training_counts_not_the_best_score_and_by_its_mean(checkout
 def test_an_evaluation_counts_only_whole_at_the_rows_size_and_with_known_options(checkout):
     metrics = {"model": VITTT, "kind": "imagenet", "data": "imagenet", "top1_percent": 77.7, "split": "val"}
     metrics |= {"held_out_images": 50_000, "image_size": 224}
-    known = metrics | {"options": {}}
+    known = metrics | {"options": {}, "weights_tag": "authors_in1k"}
     path = "replications/gpu/evaluate/some"
     others = ({"image_size": 384}, {"split": "tune"}, {"held_out_images": 49_999})
     for record, dtype in (*((known | other, "fp32") for other in others), (metrics, "fp32"), (known, "bf16")):
@@ -90,6 +90,28 @@ def test_an_evaluation_counts_only_whole_at_the_rows_size_and_with_known_options
         assert checkout.judge()[TOP1].status == "not measured"
     checkout.record(path, known)
     assert checkout.judge()[TOP1].status == "matched"
+
+
+def test_an_evaluation_of_own_weights_counts_if_a_stage_trained_them(checkout):
+    """A training by the command line, which may have shortened it, counts neither by itself nor by an evaluation."""
+    metrics = {"model": VITTT, "kind": "imagenet", "data": "imagenet", "top1_percent": 77.7, "split": "val"}
+    metrics |= {"held_out_images": 50_000, "image_size": 224, "options": {}, "weights_hash": "own"}
+    checkout.record("replications/gpu/evaluate/own", metrics)
+    checkout.train("replications/gpu/pretrain/t_1e", VITTT, "imagenet", held_out_images=1, weights_hash="own")
+    assert checkout.judge()[TOP1].status == "not measured"
+    checkout.train("pretrain/t", VITTT, "imagenet", held_out_images=1, weights_hash="own")
+    assert checkout.judge()[TOP1].status == "matched"
+
+
+def test_another_machines_record_hides_none_of_the_pipeline(checkout):
+    """One that sorts before it, and one with more seeds."""
+    dense = {"held_out_images": 2000, "miou_percent": 44.3, "init": PRETRAINED}
+    checkout.train("segment/t", VITTT, "ade20k", **dense)
+    checkout.train("replications/gpu/segment/t", VITTT, "ade20k", **dense)
+    checkout.train("pretrain/t", VITTT, "imagenet", top1=77.7, held_out_images=50_000)
+    checkout.train("replications/gpu/pretrain/t", VITTT, "imagenet", top1=(70.0, 71.0), held_out_images=50_000)
+    verdicts = checkout.judge()
+    assert verdicts["table2_ade20k.vittt_t.miou_percent"].status == verdicts[TOP1].status == "matched"
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,15 @@ def test_matrices_comparisons_and_growth(checkout):
     assert f"### {CPU}, batch 1, fp32, infer, compiled, commit 0123456789ab\n" in text
 
 
+def test_numbers_of_threads_are_not_compared(checkout):
+    """The file is of a processor, and DeiT was measured with fewer threads."""
+    three = {"ends": (0.98, 1.02)}
+    rows = [row(VITTT, None, size, 10.0, 1.0, **three, device="cpu: some processor, 8 threads") for size in (512, 1024)]
+    rows += [row(DEIT, "unfused", size, 20.0, 1.0, **three, device=CPU) for size in (512, 1024)]
+    checkout.speed(*rows, device=CPU, path="cpu_made_up")
+    assert "Ours against" not in list_speeds(checkout.report())
+
+
 def test_a_crossover_needs_four_sizes_and_names_the_smallest(checkout):
     """Vittt takes 2 ms at each size; DeiT once longer, once shorter, once as long as may be."""
     sizes = (224, 384, 640, 1280)

@@ -202,6 +202,14 @@ def test_first_weights_are_compared_after_as_many_epochs(checkout):
     assert "after 4 epochs" not in said
 
 
+def test_first_weights_are_compared_for_one_model_with_its_options(checkout):
+    """A dual model with pretrained weights is no pair with a Conv2d model without."""
+    for name, design, weights, score in (("p", "dual", {"weights": "w"}, 30.0), ("r", "conv2d", None, 50.0)):
+        scores = {"ap_box_percent": score, "ap_box_ci95_percent": [score - 1, score + 1], "init": weights}
+        detector(checkout, f"replications/cpu/detect/nano_scenes_{name}", options={"design": design}, **scores)
+    assert "by pretrained first weights" not in passage(compare_without_learning, checkout)
+
+
 def test_runs_with_other_references_are_apart_and_classes_are_means_over_seeds(checkout):
     by_seed = [
         {"seed": 0, "class_iou_percent": {"sky": 90.0, "7": 0.0}},

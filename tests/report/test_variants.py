@@ -92,6 +92,19 @@ def test_the_cells_of_a_suite_are_a_group_and_others_join_none(checkout):
     assert not find_shown(checkout.report())  # those of `pretrain` have a row of their own
 
 
+@pytest.mark.parametrize(
+    "other",
+    [{"epochs": 8}, {"data": "connect"}, {"held_out_images": 9}, {"init": {"weights": "w", "weights_hash": "x"}}],
+)
+def test_variants_that_were_trained_otherwise_join_no_pair(checkout, other):
+    for name in ("conv2d", "head", "mid"):
+        train(checkout, name, [80, 81, 82], **(other if name == "mid" else {}))
+    (group,) = find_groups(checkout.results(), checkout.paper)
+    assert tuple(group.variants) == ("conv2d", "head")
+    (absent,) = [line for line in part(checkout, "### Table 4").splitlines() if line.startswith("Not trained here")]
+    assert "mid" in absent and "head" not in absent
+
+
 def test_variants_at_rates_of_their_own_are_one_group_besides_those_at_one_rate(checkout):
     for name, rate in (("conv2d", 4e-3), ("head", 2e-3), ("mid", 4e-3)):
         train(checkout, name, [80, 81, 82])
@@ -114,9 +127,14 @@ def test_the_papers_own_scale_is_a_suite_and_detectors_belong_to_their_weights(c
     tiny = IMAGENET | {"num_params": 6_983_116}
     checkout.train("pretrain/vittt_tiny_imagenet", top1=(77.5, 77.7), **tiny)
     checkout.train("ablate/w0_shared_imagenet", top1=77.0, options={"w0": "shared"}, **IMAGENET)
-    init = {"weights": "artifacts/pretrain/dual_imagenet/weights.safetensors", "sha256": "ab"}
-    scores = {"ap_box_percent": 42.6, "ap_mask_percent": 38.5}
-    checkout.train("detect/dual", TINY, "coco", held_out_images=5000, options={"design": "dual"}, init=init, **scores)
+    init = {"weights": "artifacts/pretrain/dual_imagenet/weights.safetensors", "weights_hash": "pretrain/dual_imagenet"}
+    for path, hash, box, mask in (
+        ("detect/dual", init["weights_hash"], 42.6, 38.5),
+        ("detect/other", "of another training in that file", 5.0, 4.0),
+        ("replications/gpu/detect/dual", init["weights_hash"], 6.0, 5.0),
+    ):
+        scores = {"ap_box_percent": box, "ap_mask_percent": mask, "init": init | {"weights_hash": hash}}
+        checkout.train(path, TINY, "coco", held_out_images=5000, options={"design": "dual"}, **scores)
     text = part(checkout, "### Table 3")
     ours = f"0.3293 | {count_macs(TINY, 224, 1000, design='dual')} | 77.40 | 42.6 | 38.5"
     assert f"| design dual | 77.5 | 42.7 | 38.6 | {ours} |" in text
@@ -189,7 +207,7 @@ def test_the_opening_counts_the_pairs_that_are_seen(checkout):
         ("digits", "Table 3: 15 of 15; Table 4: 10 of 10; Fig. 7(a): 5 of 5; Fig. 7(b): 3 of 3"),
         ("other", "Fig. 7(a): 0 of 1, 1 contradicted"),
     ):
-        assert f"| pairs that the paper orders, seen on embedded {data}, one rate | – | {counts} | {scope} |" in page
+        assert f"| pairs that the paper orders, seen on {data}, one rate | – | {counts} | {scope} |" in page
 
 
 def train_on(checkout, machine, **top1):
@@ -225,6 +243,14 @@ def test_a_table_is_judged_on_the_machine_with_most_of_its_rows(checkout):
     assert find_shown(checkout.report()) == shown
 
 
+def test_machines_are_compared_on_the_variants_that_both_trained(checkout):
+    """Two variants have the same numbers on both; the third is another one on each, and separates nothing."""
+    alike = {"conv2d": [80, 81, 82.01], "max": [77, 78, 79]}
+    train_on(checkout, "one", **alike, head=[77, 78, 79])
+    train_on(checkout, "other", **alike, double=[77, 90, 60])
+    assert "The machine changes the verdict" not in checkout.page()
+
+
 def search(checkout, machine, name, rate, trials):
     metrics = {"cell": f"ablate.{name}_digits_own_7s", "model": NANO, "chosen": {"lr": rate, "warmup_epochs": 2}}
     path = f"replications/{machine}/tune/{name}_digits"
@@ -252,5 +278,5 @@ def test_a_row_names_the_search_of_its_rate_with_its_trials_and_both_sets_are_in
     for name, top1 in (("conv2d", 70), ("head", 77)):
         train(checkout, name, [top1, top1 + 1, top1 + 2])
     page = verdict_blocks(checkout.report())
-    assert "embedded digits, rates by own searches | – | Table 4: 3 of 3 |" in page
-    assert "embedded digits, one rate | – | Table 4: 0 of 1, 1 contradicted |" in page
+    assert "digits, rates by own searches | – | Table 4: 3 of 3 |" in page
+    assert "digits, one rate | – | Table 4: 0 of 1, 1 contradicted |" in page

@@ -160,6 +160,18 @@ def test_how_each_number_can_be_made_again(checkout):
     assert [row.split(" | ")[1] for row in rows] == ["1"] * 4
 
 
+def test_a_setting_of_a_profile_is_made_again_by_the_report_and_a_cell_of_another_profile_by_a_run(checkout):
+    checkout.write("profiles/mini.yaml", "pretrain: {}\n")
+    checkout.write("profiles/paper.yaml", "visualize: {images: 300}\n")
+    checkout.train("pretrain/t", "vittt_tiny_patch16_224", "imagenet", top1=77.7, held_out_images=50_000)
+    report = checkout.report_on(
+        "claims:\n"
+        + claim("300", name="text.x", ours='profile_setting("visualize", "images")')
+        + claim("77.7", name="text.y", ours='accuracy("imagenet", "vittt_tiny_patch16_224", "top1_percent")')
+    )
+    assert [row.split(" | ")[1] for row in list_ways(report).splitlines()[2:]] == ["1", "1"]
+
+
 def test_every_status_can_be_had_and_is_counted(checkout):
     """Also in the page's counts and its sections on what differs and what is not measurable."""
     count(checkout, 12_060_000, paper_convention=5.0)

@@ -81,6 +81,14 @@ def test_holm_divides_among_the_pairs_of_a_question():
         assert {each.word for each in judged} == {"seen" if p < 0.05 else "undecided"}
 
 
+@pytest.mark.parametrize("others", [[], [50.0], [50.0, 51.0]])
+def test_a_finished_question_is_judged_by_its_own_models(others):
+    """Another question's model has fewer seeds, or none."""
+    models = {"a": model("a", [base + 1 for base in BASE]), "b": model("b", BASE)}
+    asked = {"pairs": [["a", "b"]]}
+    assert judge_pairs(asked, models | {"c": model("c", others)}) == judge_pairs(asked, models)
+
+
 @pytest.mark.parametrize(
     ("shift", "word"), [(-0.1, "not worse"), (-0.9, "undecided"), (-3.0, "undecided"), (2.0, "not worse")]
 )

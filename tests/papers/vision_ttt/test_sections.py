@@ -87,6 +87,14 @@ def test_a_model_that_has_not_learnt_is_left_out_where_another_record_of_it_has(
     assert "96.8 %" in describe_models(checkout.report())
 
 
+def test_an_evaluation_is_no_training_that_a_figure_lacks(checkout):
+    checkout.record("visualize", visualized())
+    checkout.train("pretrain/v", "vittt_nano_patch16_144", "digits", top1=40.0, held_out_images=8)
+    evaluated = {"model": "vittt_nano_patch16_144", "kind": "digits", "data": "digits", "top1_percent": 99.0}
+    checkout.record("replications/cpu/evaluate/v", evaluated)
+    assert "left out" not in describe_models(checkout.report())
+
+
 def test_fields_that_were_not_drawn_are_no_findings(checkout):
     """Without a rival, that of Vittt is left; without one of the three designs, none of Fig. 8 is."""
     metrics = visualized()
