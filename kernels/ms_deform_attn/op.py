@@ -91,7 +91,7 @@ def _check(value, shapes, locations, weights):
     B, _, M, _ = value.shape
     Q, P = locations.shape[1], locations.shape[4]
     expected = {"value": tuple(value.shape), "locations": (B, Q, M, L, P, 2), "weights": (B, Q, M, L, P)}
-    dispatch.check_others(op, "value", tensors, expected, ("value",), f", {L} levels, Q {Q} and P {P}")
+    dispatch.check_others(op, "value", tensors, expected, ("value",), L=L, Q=Q, P=P)
 
 
 def forward_flops(samples_shape: Sequence[int], channels: int) -> int:
