@@ -1,5 +1,6 @@
 """`repro golden`: the losses of ten steps of every family; DVC reruns trainings only if an edit changes these."""
 
+import logging
 from typing import Annotated
 
 import typer
@@ -26,6 +27,7 @@ def command(
     known = list(read_cases()["families"])
     if unknown := [name for name in family or () if name not in known]:
         raise UserError(f"golden: --family {unknown[0]}: unknown; the families are {', '.join(known)}")
+    logging.disable(logging.WARNING)
     problems = update_families(family or known, check=check)
     for problem in problems:
         print(problem, flush=True)

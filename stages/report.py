@@ -23,7 +23,7 @@ def command(
         bool, typer.Option("--check", help="Write nothing; name each page that is not what the records give.")
     ] = False,
 ) -> None:
-    """Compare the papers' numbers with ours: write results/tables.md, report.html and claims.csv."""
+    """Compare the papers' numbers with ours: write the pages of all papers, their figures, report.html and claims.csv."""
     paths = find_root()
     report_on_papers(paths, html=html, check=check)
 

@@ -54,7 +54,7 @@ class Case:
 
 
 def ragged(*sizes: Sizes, on_gpu_alone: bool = False) -> list[Case]:
-    """Return rows of full, short and missing blocks, with every seed."""
+    """Return rows of full, short and missing blocks, with every seed, by which `Cases.ragged` knows them."""
     what = "default config, memory filled with NaN"
     return [Case(what, each, range(5), on_gpu_alone=on_gpu_alone) for each in sizes]
 

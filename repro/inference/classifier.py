@@ -15,7 +15,7 @@ from ..data.classification import ImageFolder, ToInput, eval_transform
 from ..data.loader import EvalLoader
 from ..data.settings import TransformSettings
 from ..data.tree import Tree
-from ..models.checkpoints import Checkpoint
+from ..models.checkpoints import Checkpoint, has_classes
 from ..tasks.classification.task import accuracy
 
 
@@ -93,8 +93,8 @@ def one_line_errors(name: str, size: int) -> Iterator[None]:
 
 
 def require_same_classes(checkpoint: Checkpoint, classes: Sequence[str], data: str) -> None:
-    """Raise UserError if the weights name other classes than those of the data set `data`."""
-    if checkpoint.classes is not None and checkpoint.classes != tuple(classes):
+    """Raise UserError if the weights name other classes than those of the data set `data`; see `has_classes`."""
+    if checkpoint.classes is not None and not has_classes(checkpoint, classes):
         theirs = len(checkpoint.classes)
         raise UserError(f"{checkpoint.path}: was trained on other classes ({theirs}) than {data} has ({len(classes)})")
 

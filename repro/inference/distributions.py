@@ -22,7 +22,7 @@ from ..core.paths import Paths
 from ..core.runtime import Runtime, choose_device
 from ..data.cells import DataCell
 from ..models.inner_models import MODELS
-from ..models.registry import build_model
+from ..models.registry import build_model, kernel_backend
 from .classifier import Classifier, require_same_classes
 from .inner import OverrideTTTLinear, Run
 from .probes import BATCH_SIZE, ProbeParams, record_probe, replace_learners
@@ -144,4 +144,6 @@ def record_distributions(classifier: Classifier, cell: DataCell, paths: Paths, r
         shown = ", ".join(f"{pair.replace('_', ' and ')} {value:.1f} %" for pair, value in means.items())
         print(f"{classifier.name} on {cell.name}, {state}: told apart {shown} (50 %: the same distribution)")
     params = ProbeParams(model=classifier.name, weights_hash=checkpoint.hash, probe=NAME)
-    record_probe(classifier, cell, params, metrics, paths, device, started)
+    # the operators are watched, not replaced
+    backend = kernel_backend(classifier.model, torch.float32)
+    record_probe(classifier, cell, params, metrics, paths, device, started, backend)

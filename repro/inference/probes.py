@@ -295,9 +295,10 @@ def record_probe(
     paths: Paths,
     device: torch.device,
     started: float,
+    backend: str = "torch",
 ) -> None:
     """Write the record of a probe; `started` is the time of `time.monotonic` at its start."""
-    place = {"device": device_label(device), "dtype": "fp32", "backend": "torch"}
+    place = {"device": device_label(device), "dtype": "fp32", "backend": backend}
     identity = make_identity(paths.root, params, data_manifest=cell.manifest_path, **place)
     name = f"{classifier.name}_{cell.name}_{params.weights_hash[:8]}"
     file = cell.records(paths, device_slug(device)) / "probes" / name / f"{params.probe.replace('=', '')}.json"

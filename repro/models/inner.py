@@ -116,6 +116,10 @@ class InnerLoop:
             raise ValueError(f"inner width {self.width}: expected more than 0")
         if self.chunk_size < 0:
             raise ValueError(f"inner chunk_size {self.chunk_size}: expected 1 or more tokens, or 0 for all of them")
+        if self.chunk_size and self.batches > 1:
+            raise ValueError(
+                f"inner batches {self.batches}: chunk_size {self.chunk_size} sets them; leave batches at 1"
+            )
         if self.order != "end" and self.epochs > 1:
             raise ValueError(f"inner order {self.order}: reads in the one pass over the tokens, so leave epochs at 1")
         model = MODELS[self.model]
@@ -129,9 +133,11 @@ class InnerLoop:
             )
         if self.rate == "per_weight" and model.on_grid:
             raise ValueError(f"inner rate per_weight: the inner model {self.model} has one rate for all of its weights")
-        if self.only is not None and not (self.only and set(self.only) <= set(range(len(self.shapes(1))))):
+        if self.only is not None and not (
+            self.only and sorted({*range(len(self.shapes(1)))} & {*self.only}) == sorted(self.only)
+        ):
             raise ValueError(
-                f"inner only {self.only}: expected places of the weights of the inner model {self.model}, counted from 0"
+                f"inner only {self.only}: expected different places of weights of the inner model {self.model}, from 0"
             )
 
     def shapes(self, head_dim: int) -> list[tuple[int, ...]]:
@@ -140,7 +146,7 @@ class InnerLoop:
 
     @property
     def learned(self) -> tuple[int, ...]:
-        """The indices of the weights that learn."""
+        """The indices of the weights that learn, in the order of the columns of `rates` with `rate="per_weight"`."""
         return tuple(range(len(self.shapes(1)))) if self.only is None else self.only
 
     def split(self, tokens: int) -> list[tuple[int, int]]:

@@ -47,6 +47,7 @@ def judge_paper(paper: Paper, results: Results) -> Report:
 
 
 def _calls(entry: Entry, functions: Set[str]) -> bool:
+    """Tell whether an entry's own expression, and none of an entry that it names, calls one of the functions."""
     return entry.ours is not None and any(call.name in functions for call in entry.ours.calls)
 
 
@@ -179,8 +180,9 @@ class _Judge:
     def _violation(self, entry: Entry, relation: Relation) -> str | None:
         """Return evidence that the paper's numbers violate a relation; None if rounding can explain it."""
         if relation.requires is not None:
-            failing = [part for part in relation.expression.conjuncts if not self._of_paper(part)]
-            if all(self._is_explained_by_rounding(part, bool) for part in failing):
+            wrong = (part for part in relation.expression.conjuncts if not self._of_paper(part))
+            failing = [part for part in wrong if not self._is_explained_by_rounding(part, bool)]
+            if not failing:
                 return None
             return relation.because.format(computed=significant(float(self._of_paper(failing[0].left))))
 
@@ -304,5 +306,6 @@ def _join(parts: Sequence[Sequence[Number | bool]]) -> tuple[float | bool | str,
 
 
 def _format_computed(value: Number | bool, places: int) -> str:
+    """Write a number for `{computed}` in a ledger's sentence, with at most `places` decimals and no zeros at the end."""
     text = f"{float(value):.{places}f}"
     return text.rstrip("0").rstrip(".") if places else text

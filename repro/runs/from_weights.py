@@ -134,7 +134,11 @@ def find_weights(paths: Paths, source: str, model: str | None) -> tuple[Path, st
 
 
 def _keep(checkpoint: Any, file: Path) -> None:
-    """Write published weights as a file of this project, so that records can name it by its hash."""
+    """Write published weights as a file of this project, so that records can name it by its hash.
+
+    Its classes are named 0, 1, …, which `checkpoints.has_classes` takes for no names, so that a student keeps the head
+    on data of as many classes.
+    """
     from ..models.weights import save_weights
 
     classes = [str(index) for index in range(checkpoint.num_classes)]

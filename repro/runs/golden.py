@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import io
 import json
-import logging
 import math
 import shutil
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.config import build, load_yaml
+from ..core.errors import RunError
 from ..core.hashing import hash_file
 from ..core.paths import Paths, find_root
 from ..core.record import read_json, write_text
@@ -114,6 +114,8 @@ def train_line(
             )
     steps = [json.loads(row) for row in (log / "train.jsonl").read_text().splitlines()]
     shutil.rmtree(log)
+    if bad := next((each for each in steps if None in (each["loss"], each["grad_norm"])), None):
+        raise RunError(f"golden: {name}: the loss or gradients of step {bad['step']} are not finite")
     last = done.curve[-1]
     scores = {
         key: last[key] for key in sorted(last) if key not in ("epoch", "step", "lr") and not key.startswith("train_")
@@ -198,9 +200,8 @@ def measure_differences(a: Line, b: Line) -> dict[str, float]:
     for part in PARTS:
         x, y = (dict(enumerate(line[part])) if isinstance(line[part], list) else line[part] for line in (a, b))
         pairs = [(x[key], y[key]) for key in x] if x.keys() == y.keys() else [(math.inf, 1.0)]
-        found[part] = max(abs(one - other) / max(abs(one), abs(other), 1e-12) for one, other in pairs)
-        if math.isnan(found[part]):
-            found[part] = math.inf
+        relative = [abs(one - other) / max(abs(one), abs(other), 1e-12) for one, other in pairs]
+        found[part] = math.inf if any(map(math.isnan, relative)) else max(relative)
     return found
 
 
@@ -209,7 +210,6 @@ def update_families(families: Sequence[str], *, check: bool = False) -> list[str
 
     A line whose values agree within the tolerance is not rewritten.
     """
-    logging.disable(logging.WARNING)
     paths, problems = find_root(), []
     for family, found in run_families(paths, families):
         file = folder_of(paths) / f"{family}.json"

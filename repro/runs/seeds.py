@@ -80,6 +80,8 @@ class Training:
 def list_trainings(paths: Paths, runtime: Runtime) -> Iterator[Training]:
     """Yield the registered trainings in order: all searches, seed 0 of every cell, seed 1 of every cell, …
 
+    A seed is trained at the rate in params.yaml, which `train_all` compares with the one that the search chose.
+
     Raises:
         UserError: no such section, or wrong parameters.
     """

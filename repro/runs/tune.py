@@ -79,7 +79,7 @@ class Search:
         return next(iter(self.cell.spec.scores))
 
     def list_trials(self, grid: TuneParams) -> list[Cell]:
-        """Make a cell for each trial, in the order of the grid."""
+        """Make a cell for each trial, in the order of the grid; the record's hash is over the first one's parameters."""
         found, params = [], dataclasses.replace(self.cell.params, seeds=(self.tune.seed,), snapshot_epochs=())
         for lr, warmup_epochs in itertools.product(grid.lr, grid.warmup_epochs):
             optim = dataclasses.replace(params.optim, lr=lr, warmup_epochs=warmup_epochs)

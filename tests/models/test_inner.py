@@ -259,8 +259,13 @@ def test_momentum_adds_a_share_of_the_step_before(model):
 
 
 def test_what_a_learner_cannot_run_is_refused():
-    with pytest.raises(ValueError, match="inner rate per_weight: the inner model conv"):
-        InnerLoop(model="conv", rate="per_weight")
+    for name, wrong in (
+        ("rate per_weight", {"model": "conv", "rate": "per_weight"}),
+        ("batches 2", {"chunk_size": 4, "batches": 2}),
+        ("only", {"model": "glu", "only": (0, 0)}),
+    ):
+        with pytest.raises(ValueError, match=f"inner {name}"):
+            InnerLoop(**wrong)
     weights, q, k, v, rates = draw(InnerLoop())
     with pytest.raises(ValueError, match="inner batches 13: there are 12 tokens"):
         learn(InnerLoop(batches=13), weights, q, k, v, GRID)

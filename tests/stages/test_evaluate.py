@@ -1,5 +1,6 @@
 """`repro evaluate`: image sizes, --limit, --dtype, published weights and Table 1, on real digits with random weights."""
 
+import contextlib
 import csv
 import dataclasses
 import types
@@ -18,7 +19,7 @@ from repro.core.hashing import hash_file
 from repro.core.record import read_record
 from repro.data.settings import TransformSettings
 from repro.data.tree import scan_tree
-from repro.inference.classifier import subsample
+from repro.inference.classifier import require_same_classes, subsample
 from repro.inference.evaluate import _Evaluation, check_limit
 from repro.inference.params import EvaluateRequest
 from repro.models.published import find_published, is_only_imagenet_1k
@@ -229,3 +230,12 @@ def test_logits_that_are_not_finite_are_one_line(checkout, repro_cli):
     picture = str(next((checkout / "data/digits/test").rglob("*.png")))
     err = repro_cli.refuse("predict", picture, "--weights", str(path), "--json", "seen.json")
     assert "large.safetensors" in err and not Path("seen.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("names", "fits"), [(None, True), (("0", "1"), True), (("cat", "dog"), True), (("dog", "cat"), False)]
+)
+def test_weights_with_numbers_for_classes_are_evaluated_on_any_as_many(names, fits):
+    checkpoint = types.SimpleNamespace(classes=names, num_classes=2, path="w")
+    with contextlib.nullcontext() if fits else pytest.raises(UserError, match="other classes"):
+        require_same_classes(checkpoint, ["cat", "dog"], "pets")
