@@ -20,8 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.dispatch import has_autocast
-
 from ..core.errors import did_you_mean
 from .image_model import Grid
 from .inner_models import MODELS, Weights
@@ -350,4 +348,6 @@ def error_signal(loss: Loss, predicted: Tensor | None, v: Tensor, scale: float) 
 
 def full_precision(device_type: str) -> contextlib.AbstractContextManager:
     """Return a context that switches autocast off; devices without autocast, such as meta, need none."""
-    return torch.autocast(device_type, enabled=False) if has_autocast(device_type) else contextlib.nullcontext()
+    # `kernels.dispatch.has_autocast` says why the function is not always asked; this module runs no operator
+    supported = device_type in ("cpu", "cuda") or torch.amp.is_autocast_available(device_type)
+    return torch.autocast(device_type, enabled=False) if supported else contextlib.nullcontext()
