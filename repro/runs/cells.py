@@ -163,7 +163,7 @@ def check_before_launch(cell: Cell, processes: int) -> None:
         )
     verify_init(cell)
     for seed in cell.params.seeds:
-        require_resumable(cell.state_folder(seed), cell.inputs, processes)
+        require_resumable(cell, seed, processes)
 
 
 def record_cell(

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +198,7 @@ def run_job(job: Job) -> Outcome | None:
     if ranks.first:
         for folder in (cell.folder, cell.record.parent):  # fail now rather than after the last epoch
             require_writable(folder)
-        write_json(state / "run.json", require_resumable(state, cell.inputs, ranks.world_size))
+        write_json(state / "run.json", require_resumable(cell, seed, ranks.world_size))
     # next to the state and not in the results, which DVC empties before it starts a stage, even one that continues
     snapshots, result = state / "snapshots", state / "result"
     snapshots.mkdir(parents=True, exist_ok=True)
@@ -266,9 +266,14 @@ def place_model(model: Any, runtime: Runtime, ranks: Ranks, device: Any) -> Any:
     return model
 
 
+def find_golden(paths: Paths, params: TrainParams) -> Path:
+    """Return the file of the golden losses of the cell's family, which stand for its code; it need not exist."""
+    return paths.results / "golden" / f"{params.family}.json"
+
+
 def hash_golden(paths: Paths, params: TrainParams) -> str | None:
-    """Return the short hash of the golden losses of the cell's family, which stand for its code; None without them."""
-    file = paths.results / "golden" / f"{params.family}.json"
+    """Return the short hash of `find_golden`; None without that file."""
+    file = find_golden(paths, params)
     return hash_file(file) if file.is_file() else None
 
 
@@ -302,27 +307,35 @@ def verify_init(cell: Cell) -> None:
     require_hash(path, stated, named=f"{where}.weights: {path}", stated=f"{where}.sha256:")
 
 
-def require_resumable(state: Path, inputs: Sequence[Path], processes: int) -> dict[str, Any]:
-    """Refuse to continue a run that began with other inputs or another number of processes.
+def require_resumable(cell: Cell, seed: int, processes: int) -> dict[str, Any]:
+    """Refuse to continue a run that began with other inputs or code, or in other processes, place or precision.
 
     Returns:
-        {inputs, processes}, with which the next call is compared.
+        {inputs, golden, processes, device, precision}, with which the next call is compared; an older one may lack some.
     """
-    found = {"inputs": {file.name: hash_files(file.parent, [file.name]) for file in inputs}, "processes": processes}
+    device = choose_device(cell.runtime.device)
+    state, golden = cell.state_folder(seed), find_golden(cell.paths, cell.params)
+    found = {
+        "inputs": {file.name: hash_files(file.parent, [file.name]) for file in cell.inputs},
+        "golden": hash_golden(cell.paths, cell.params),
+        "processes": processes,
+        "device": device.type,
+        "precision": cell.params.resolve_precision(device),
+    }
     note = state / "run.json"
     if note.is_file() and any(state.glob("step_*.pt")):
-        before = read_json(note)
-        changed = next(
-            (file for file in inputs if before.get("inputs", {}).get(file.name) != found["inputs"][file.name]), None
-        )
-        if changed is not None:
+        before = found | read_json(note)
+        changed = [file for file in cell.inputs if before["inputs"].get(file.name) != found["inputs"][file.name]]
+        changed += [golden] if before["golden"] != found["golden"] else []
+        if changed:
             raise UserError(
-                f"{changed}: changed since this run began ({state}); restore it, or remove that folder to start again"
+                f"{changed[0]}: changed since this run began ({state}); restore it, or remove that folder to start again"
             )
-        if before["processes"] != processes:
+        was, now = ("{processes} process(es) on {device} in {precision}".format(**each) for each in (before, found))
+        if was != now:
             raise UserError(
-                f"{state}: the run was stopped with {before['processes']} process(es), and now there are {processes}; take the same "
-                "number, or remove the folder to start again"
+                f"{state}: the run was stopped with {was}, and now there are {now}; take the same, or remove the folder "
+                "to start again"
             )
     return found
 

@@ -12,9 +12,11 @@ import pytest
 from repro.core.errors import UserError
 from repro.core.paths import Paths
 from repro.core.ranks import Ranks
+from repro.core.record import write_json
 from repro.runs import cells
 from repro.runs.cells import _collect_files, record_speed, train_cells
-from repro.runs.job import Cell
+from repro.runs.job import Cell, require_resumable
+from repro.training.params import OptimParams, TrainParams
 
 UNTIMED = {"throughput_img_per_s": None, "throughput_img_per_s_reason": "no step was timed"}
 
@@ -165,3 +167,33 @@ def test_a_cell_whose_seeds_descend_finds_its_own_record(tmp_path, monkeypatch):
     metrics = {"by_seed": [{"seed": 0}, {"seed": 2}], "epochs": 1}
     monkeypatch.setattr(cells, "read_record", lambda file: {"metrics": metrics, "identity": identity})
     assert sorted(cells.find_finished_seeds(cell)) == [0, 2]
+
+
+@pytest.mark.parametrize("changed", ["data/manifest.json", "golden/vit.json", "processes", "device", "precision"])
+def test_a_state_is_continued_by_the_same_code_and_in_the_same_place_alone(tmp_path, monkeypatch, changed):
+    state, paths = tmp_path / "state", Paths(tmp_path)
+    monkeypatch.setattr(Cell, "state_folder", lambda self, seed: state)
+    files = {"data/manifest.json": paths.results / "prepare_data/data/manifest.json"}
+    files |= {"golden/vit.json": paths.results / "golden/vit.json", "state": state / "step_1.pt"}
+    for file in files.values():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("before")
+    params = TrainParams(
+        model="m", family="vit", data="data", epochs=1, batch_size=1, drop_path=0.0, optim=OptimParams(lr=1.0)
+    )
+    about = {"spec": None, "paths": paths, "runtime": SimpleNamespace(device="cpu"), "record": tmp_path / "r.json"}
+    cell = Cell(stage="pretrain", name="nano", params=params, **about)
+    begun = require_resumable(cell, 0, 1)
+    for note in (begun, {name: begun[name] for name in ("inputs", "processes")}):  # as written now, and in the past
+        write_json(state / "run.json", note)
+        assert require_resumable(cell, 0, 1) == begun
+    if changed in files:
+        write_json(state / "run.json", begun)
+        files[changed].write_text("after")
+    else:
+        write_json(
+            state / "run.json", begun | {changed: {"processes": 2, "device": "cuda", "precision": "bf16"}[changed]}
+        )
+    with pytest.raises(UserError, match=changed if changed in files else "2 process|on cuda|in bf16") as caught:
+        require_resumable(cell, 0, 1)
+    assert str(state) in str(caught.value)
