@@ -220,8 +220,6 @@ def run_job(job: Job) -> Outcome | None:
         summary = cell.spec.summarise(task, done.scores)
     finally:
         job.close()
-    if (name := "unreadable_images") in summary:  # each rank counts its own
-        summary[name] = int(ranks.sum([summary[name]])[0])
     if not ranks.first:
         return None
     shutil.rmtree(result, ignore_errors=True)
