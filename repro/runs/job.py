@@ -257,8 +257,10 @@ def place_model(model: Any, runtime: Runtime, ranks: Ranks, device: Any) -> Any:
     if ranks.world_size > 1 and device.type == "cuda":
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     model = model.to(device)
-    if runtime.channels_last:
-        model.to(memory_format=torch.channels_last)
+    if runtime.channels_last:  # not the whole model: an inner convolution has weights of five axes
+        for layer in model.modules():
+            if isinstance(layer, torch.nn.Conv2d):
+                layer.to(memory_format=torch.channels_last)
     if runtime.compile:
         getattr(model, "backbone", model).compile()  # not a dense head, whose shapes depend on the data
     return model
