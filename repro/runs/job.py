@@ -124,12 +124,14 @@ class Outcome:
         curve: a row per epoch.
         state: the folder from which a next call would continue; to be removed when the record is written.
         speed: see `repro.training.watch.Watch.summary`.
+        earlier: the seconds and the CPU seconds that earlier calls had spent when they were stopped.
     """
 
     metrics: dict[str, Any]
     curve: list[dict[str, float]]
     state: Path
     speed: Mapping[str, Any]
+    earlier: tuple[float, float]
 
     @property
     def folder(self) -> Path:
@@ -207,15 +209,16 @@ def run_job(job: Job) -> Outcome | None:
         if epoch in job.params.snapshot_epochs:
             save_weights(snapshots / f"epoch_{epoch:03d}.safetensors", model, **job.described)
 
-    logs = cell.paths.logs(cell.stage, cell.name) / f"seed_{seed}"
+    logs = cell.paths.logs(cell.stage, cell.name) / state.name
     written = {"jsonl": runtime.jsonl, "tensorboard": runtime.tensorboard, "every": runtime.log_every_steps}
     if runtime.peak_tflops:
         flop_per_image = cell.spec.count_flop_per_image(task)
         written |= {"flop_per_image": flop_per_image, "peak_flop_per_s": runtime.peak_tflops * 1e12}
     watch = Watch(logs, device=task.device, ranks=ranks, **written)
     cadence = {"accumulate": job.accumulate, "save_every_steps": runtime.save_every_steps}
+    checkpointer = Checkpointer(state)
     try:
-        done, model = fit(task, job.params, **cadence, checkpointer=Checkpointer(state), snapshot=snapshot, watch=watch)
+        done, model = fit(task, job.params, **cadence, checkpointer=checkpointer, snapshot=snapshot, watch=watch)
         # in every process and before the loaders are closed: the summary of a linearisation evaluates a model
         summary = cell.spec.summarise(task, done.scores)
     finally:
@@ -231,7 +234,8 @@ def run_job(job: Job) -> Outcome | None:
         cell.spec.draw_examples(task, model.eval(), job.params, job.described["classes"], result / "examples")
     metrics = {"seed": seed, **_count_run(done, model, task, cell.spec), **summary}
     metrics["weights_hash"] = hash_file(result / "weights.safetensors")
-    return Outcome(metrics=metrics, curve=done.curve, state=state, speed=watch.summary())
+    about = {"curve": done.curve, "state": state, "speed": watch.summary(), "earlier": checkpointer.earlier}
+    return Outcome(metrics=metrics, **about)
 
 
 def split_batch(params: TrainParams, runtime: Runtime, ranks: Ranks, where: str) -> tuple[int, int]:
