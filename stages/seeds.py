@@ -50,6 +50,5 @@ def command(
         chosen = [each for each in chosen if each.rate is None and each.cell.params.seeds == (seed,)]
     if not chosen:
         raise UserError(f"seeds: no such training in pretrain_seeds: {cell}{'' if seed is None else f', seed {seed}'}")
-    train_all(chosen, trainings, end)
-    if cell is not None and seed is None:
+    if train_all(chosen, trainings, end) and cell is not None and seed is None:
         collect(cell, trainings)

@@ -180,14 +180,18 @@ def _write_details(file: Path, record: Mapping[str, Any]) -> None:
     write_text(file, format_record(json.loads(json.dumps(record, allow_nan=False))) + "\n")
 
 
-def write_run(file: Path, seconds: float) -> None:
-    """Write the `run.json` of a record or of a stage's rows.csv: date, host and seconds.
+def find_run(file: Path) -> Path:
+    """Return the path of the `run.json` of a record or of a stage's rows.csv.
 
-    `report.records.Source.run_file` repeats the rule for its name; where the two differ, `repro plan` knows no times.
+    `report.records.Source.run_file` repeats the rule; where the two differ, `repro plan` knows no times.
     """
+    return file.with_name("run.json" if file.name in ("metrics.json", "rows.csv") else f"{file.stem}.run.json")
+
+
+def write_run(file: Path, seconds: float) -> None:
+    """Write the `run.json` of a record or of a stage's rows.csv: date, host and seconds."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    run = "run.json" if file.name in ("metrics.json", "rows.csv") else f"{file.stem}.run.json"
-    write_json(file.with_name(run), {"finished": now, "seconds": round(seconds, 1), "host": platform.node()})
+    write_json(find_run(file), {"finished": now, "seconds": round(seconds, 1), "host": platform.node()})
 
 
 def _says(file: Path, record: Mapping[str, Any], scores: Collection[str]) -> bool:

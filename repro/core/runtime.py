@@ -51,7 +51,7 @@ class Runtime:
         channels_last: whether the model's weights have this memory format.
         peak_tflops: peak of one device in the precision of the training, for the share of it that is used; null omits
             the share.
-        jsonl: whether to write a line per step into .runs/logs/<stage>/<cell>/seed_<n>/train.jsonl.
+        jsonl: whether to write a line per step into .runs/logs/<stage>/<cell>/seed_<n>-<hash>/train.jsonl.
         tensorboard: whether to write TensorBoard events into the same folder.
         save_every_steps: how often training state is saved.
         log_every_steps: how often the log line and the progress bar are updated.

@@ -116,7 +116,7 @@ class ImageFolder(Dataset):
         self._targets = tree.splits[split].targets
         # a shared flag for each file, not a counter: two processes may meet the same file, and every epoch meets it
         # again
-        self._unreadable = make_marks(len(self._targets))
+        self.marks = make_marks(len(self._targets))
 
     def __len__(self) -> int:
         return len(self._targets)
@@ -141,11 +141,11 @@ class ImageFolder(Dataset):
 
     def unreadable(self) -> list[Path]:
         """List the unreadable files that any process has met so far."""
-        return [self.tree.path(self.split, index) for index in self._unreadable.nonzero().flatten().tolist()]
+        return [self.tree.path(self.split, index) for index in self.marks.nonzero().flatten().tolist()]
 
     def require_readable(self) -> None:
         """Raise UserError if more than `max_unreadable` files were unreadable."""
-        count = int(self._unreadable.sum())
+        count = int(self.marks.sum())
         if count > self.max_unreadable:
             shown = ", ".join(map(str, self.unreadable()[:3])) + (", ..." if count > 3 else "")
             raise UserError(
@@ -160,8 +160,8 @@ class ImageFolder(Dataset):
             try:
                 return self.read(self.tree.source(self.split, candidate)), candidate
             except UNREADABLE as error:
-                if not self._unreadable[candidate]:
-                    self._unreadable[candidate] = 1
+                if not self.marks[candidate]:
+                    self.marks[candidate] = 1
                     _log.warning(
                         "%s: unreadable, the next image takes its place: %s",
                         self.tree.path(self.split, candidate),

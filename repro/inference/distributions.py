@@ -116,11 +116,16 @@ def record_distributions(classifier: Classifier, cell: DataCell, paths: Paths, r
     The record is under results/replications/<device>/probes.
 
     Raises:
-        UserError: as `measure_layers`; or the data have other classes than the model.
+        UserError: as `measure_layers`; or the data have other classes than the model, or fewer than four images.
     """
     started, device, checkpoint = time.monotonic(), choose_device(runtime.device), classifier.checkpoint
     tree = cell.open_tree()
     require_same_classes(checkpoint, tree.classes, cell.name)
+    # two halves of the queries, each fitted on one image and tried on another
+    if (images := len(tree.splits[tree.kind.reported_split].targets)) < 4:
+        raise UserError(
+            f"explain: --probe {NAME}: {cell.name} has {images} held-out images, and four are needed; add some"
+        )
     torch.manual_seed(0)
     untrained = build_model(checkpoint.model, **checkpoint.options).to(device).eval().requires_grad_(False)
     layers = {

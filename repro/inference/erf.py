@@ -43,7 +43,12 @@ def get_last_features(model: nn.Module) -> Callable[[Tensor], Tensor]:
     """Return the function from images (B,3,H,W) to a model's last feature map (B,C,h,w).
 
     The map is normed, and has no class tokens.
+
+    Raises:
+        ValueError: timm gives no features of this model.
     """
+    if not hasattr(model, "forward_intermediates"):
+        raise ValueError("timm gives no feature maps of this model, so it has no receptive field here")
     return lambda x: model.forward_intermediates(x, indices=1, norm=True, output_fmt="NCHW", intermediates_only=True)[0]
 
 

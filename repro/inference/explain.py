@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ..core.errors import UserError
+from ..core.errors import UserError, blame
 from ..core.runtime import device_label
 from ..data.classification import eval_transform
 from ..data.pixels import MAX_PIXELS, read_pixels
@@ -70,7 +70,8 @@ def draw_map(
     source = "/".join(weights.parts[-2:]) if weights else "published weights"
     caption = f"{classifier.name}, {source}, {count}; {device_label(classifier.device)}"
     if map == "erf":
-        shape, field = measure_field(classifier, inputs)
+        with blame(str(weights or classifier.name), ValueError):
+            shape, field = measure_field(classifier, inputs)
         draw.draw_fields(output, {classifier.name: field}, {classifier.name: shape}, caption)
         half, most = f"{shape.radius_50_px:.1f} px", f"{shape.radius_90_px:.1f} px"
         print(f"50 % of the contributions lie within {half}, 90 % within {most}; anisotropy {shape.anisotropy:.3f}")

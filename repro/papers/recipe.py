@@ -86,7 +86,8 @@ def resolve(
         )
     # the last incomplete batch of an epoch is dropped; shuffling drops other images in each epoch
     per_epoch = params.get("steps_per_epoch") or train_images // batch
-    total, warmup = params["epochs"] * per_epoch, min(optim["warmup_epochs"], params["epochs"]) * per_epoch
+    total = params["epochs"] * per_epoch
+    warmup = optim["warmup_steps"] or min(optim["warmup_epochs"], params["epochs"]) * per_epoch
     peak, first, final = (optim[name] * batch / optim["lr_batch_size"] for name in ("lr", "warmup_lr", "min_lr"))
     mix, augment = params["mix"], params["transform"]["auto_augment"]
     padded = params["transform"].get("crop_padding") is not None
@@ -96,7 +97,7 @@ def resolve(
         "transform.color_jitter": (augment and "3a" not in augment, "timm leaves it out while RandAugment is on"),
         "mix.prob": (not (mix["mixup"] or mix["cutmix"]), "neither mixup nor cutmix is on"),
         "mix.switch_prob": (not (mix["mixup"] and mix["cutmix"]), "mixup and cutmix are not both on"),
-        "optim.warmup_lr": (not optim["warmup_epochs"], "there is no warm-up"),
+        "optim.warmup_lr": (not warmup, "there is no warm-up"),
     }
     made = {**params, "precision": dtype}
     chosen = [choice for choice, values in choices.items() if all(made[key] == value for key, value in values.items())]
@@ -139,6 +140,8 @@ def find_departures(params: Mapping, resolved: Mapping, printed: Printed) -> lis
     options = {key: value for key, (value, _) in wanted.items() if key.startswith("options.")}
     # a training over several seeds follows the recipe if its first seed does
     ran = {"precision": resolved["precision"]["dtype"], "repeated augmentation": None, "seeds": [resolved["seed"]]}
+    if flat["optim.warmup_steps"]:
+        ran["optim.warmup_epochs"] = resolved["steps"]["warmup"] / resolved["steps"]["per_epoch"]
     ours = {**options, "ema_decay": None, **flat, **ran, "init": flat.get("init.weights")}
     found = []
     if params["model"] not in printed.models:

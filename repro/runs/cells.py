@@ -15,7 +15,7 @@ from typing import Any
 
 from ..core.config import list_cells, list_values, load_section, params_hash
 from ..core.csvfile import format_csv
-from ..core.errors import UserError, blame
+from ..core.errors import Interrupted, UserError, blame
 from ..core.hashing import hash_file
 from ..core.paths import find_root
 from ..core.ranks import Ranks, joined, launch_ranks
@@ -23,7 +23,10 @@ from ..core.record import (
     CURVE_SCORES,
     atomic,
     find_difference,
+    find_run,
     make_identity,
+    name_machine,
+    read_json,
     read_record,
     sweep,
     write_record,
@@ -142,7 +145,15 @@ def train_cells(cells: Sequence[Cell], gpus: int | None = None) -> None:
                 job = build_job(cell, seed)
                 if ranks.first:
                     _announce(job, seed, first=seed == waiting[0])
-                if (outcome := run_job(job)) is not None:
+                try:
+                    outcome = run_job(job)
+                except Interrupted as error:
+                    if not cell.is_of_graph or cell.name == cells[0].name:
+                        raise
+                    signum, where = error.args
+                    advice = f"--cell {cell.name} continues this training alone, else the cells before it train again"
+                    raise Interrupted(signum, f"{where}; {advice}") from None
+                if outcome is not None:
                     outcomes[seed] = outcome
             if outcomes:
                 record_cell(job, outcomes, finished, started)
@@ -163,7 +174,7 @@ def check_before_launch(cell: Cell, processes: int) -> None:
         )
     verify_init(cell)
     for seed in cell.params.seeds:
-        require_resumable(cell.state_folder(seed), cell.inputs, processes)
+        require_resumable(cell, seed, processes)
 
 
 def record_cell(
@@ -175,7 +186,7 @@ def record_cell(
         job: any of the jobs that gave the outcomes.
         outcomes: seed -> result of the present call.
         finished: seed -> record from an earlier call.
-        started: the start of the call by `time.monotonic`.
+        started: the start of the call by `time.monotonic`; the recorded seconds have those of earlier calls too.
     """
     cell = job.cell
     curve = _collect_files(cell, outcomes, finished)
@@ -189,7 +200,9 @@ def record_cell(
     identity = make_identity(cell.paths.root, cell.params, data_manifest=cell.inputs[0], **place)
     identity["golden_hash"] = hash_golden(cell.paths, cell.params)
     recipe, _ = describe_job(job, cell.params.seeds[0])
-    seconds = time.monotonic() - started
+    seconds = time.monotonic() - started + sum(outcome.earlier[0] for outcome in outcomes.values())
+    if finished and (run := find_run(cell.record)).is_file():
+        seconds += read_json(run)["seconds"]
     # DVC shows and compares metrics.json of the graph's cells, so it has the scores alone; other records are one file
     scores = cell.spec.scores if cell.is_of_graph else ()
     write_record(cell.record, metrics, identity | recipe, seconds, scores=scores, curve=curve)
@@ -246,7 +259,7 @@ def find_finished_seeds(cell: Cell) -> dict[int, dict[str, Any]]:
     """Return seed -> record of the seeds that an earlier call finished in the cell's folder.
 
     Raises:
-        UserError: the folder holds a run of other parameters, data or code.
+        UserError: the folder holds a run of other parameters or data; or new seeds would have another code or device.
     """
     file = cell.record
     if not file.is_file() or cell.is_of_graph:
@@ -257,9 +270,12 @@ def find_finished_seeds(cell: Cell) -> dict[int, dict[str, Any]]:
     seeds = (*cell.params.seeds, *finished)
     params = dataclasses.replace(cell.params, seeds=tuple(seed for seed in dict.fromkeys(seeds) if seed in finished))
     now = {"params_hash": params_hash(params), "data_manifest_hash": hash_file(cell.inputs[0])}
-    if set(cell.params.seeds) - set(finished):  # new seeds must run the code of the old ones: a record names one code
-        now["golden_hash"] = hash_golden(cell.paths, cell.params)
     held = record["identity"]
+    if set(cell.params.seeds) - set(finished):  # new seeds must run as the old ones: a record names one code and device
+        device = choose_device(cell.runtime.device)
+        held = held | {"device": name_machine(held)}
+        now |= {"golden_hash": hash_golden(cell.paths, cell.params), "dtype": cell.params.resolve_precision(device)}
+        now["device"] = name_machine({"device": device_label(device)})
     if cell.init is not None:  # another cell may have trained them again
         held = held | {"initial_weights_hash": record["metrics"]["init"]["weights_hash"]}
         now["initial_weights_hash"] = hash_file(cell.init)
@@ -279,6 +295,9 @@ def _announce(job: Job, seed: int, *, first: bool) -> None:
         return
     for line in describe_job(job, seed)[1]:
         print(line, flush=True)
+    optim, epochs = job.params.optim, job.params.epochs
+    if optim.schedule == "cosine" and epochs <= optim.warmup_epochs:
+        print(f"{job.cell.name}: {epochs} epochs are all warm-up (warmup_epochs: {optim.warmup_epochs})", flush=True)
     # by the fate of the weights, how many keys of each part of the model have it
     parts: dict[str, Counter] = {}
     for key, fate in job.load_report.items():

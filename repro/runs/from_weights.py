@@ -62,6 +62,8 @@ def make_cell(
     own = parse_own(data or "")
     if own and own.kind != "folder":
         raise UserError(f"linearize: --data {data}: expected folder:PATH, or a cell of prepare_data")
+    if own:
+        data = f"{own.kind}:{own.path}"  # the hash of the parameters has it, and must not depend on the spelling
     params = find_recipe(paths, None if own else data)
     name, of_shell = choose_student(shell)
     changes: dict[str, Any] = {"model": name, "options": of_shell | options, "teacher": teacher, "snapshot_epochs": ()}

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -124,12 +124,14 @@ class Outcome:
         curve: a row per epoch.
         state: the folder from which a next call would continue; to be removed when the record is written.
         speed: see `repro.training.watch.Watch.summary`.
+        earlier: the seconds and the CPU seconds that earlier calls had spent when they were stopped.
     """
 
     metrics: dict[str, Any]
     curve: list[dict[str, float]]
     state: Path
     speed: Mapping[str, Any]
+    earlier: tuple[float, float]
 
     @property
     def folder(self) -> Path:
@@ -198,7 +200,7 @@ def run_job(job: Job) -> Outcome | None:
     if ranks.first:
         for folder in (cell.folder, cell.record.parent):  # fail now rather than after the last epoch
             require_writable(folder)
-        write_json(state / "run.json", require_resumable(state, cell.inputs, ranks.world_size))
+        write_json(state / "run.json", require_resumable(cell, seed, ranks.world_size))
     # next to the state and not in the results, which DVC empties before it starts a stage, even one that continues
     snapshots, result = state / "snapshots", state / "result"
     snapshots.mkdir(parents=True, exist_ok=True)
@@ -207,21 +209,20 @@ def run_job(job: Job) -> Outcome | None:
         if epoch in job.params.snapshot_epochs:
             save_weights(snapshots / f"epoch_{epoch:03d}.safetensors", model, **job.described)
 
-    logs = cell.paths.logs(cell.stage, cell.name) / f"seed_{seed}"
+    logs = cell.paths.logs(cell.stage, cell.name) / state.name
     written = {"jsonl": runtime.jsonl, "tensorboard": runtime.tensorboard, "every": runtime.log_every_steps}
     if runtime.peak_tflops:
         flop_per_image = cell.spec.count_flop_per_image(task)
         written |= {"flop_per_image": flop_per_image, "peak_flop_per_s": runtime.peak_tflops * 1e12}
     watch = Watch(logs, device=task.device, ranks=ranks, **written)
     cadence = {"accumulate": job.accumulate, "save_every_steps": runtime.save_every_steps}
+    checkpointer = Checkpointer(state)
     try:
-        done, model = fit(task, job.params, **cadence, checkpointer=Checkpointer(state), snapshot=snapshot, watch=watch)
+        done, model = fit(task, job.params, **cadence, checkpointer=checkpointer, snapshot=snapshot, watch=watch)
         # in every process and before the loaders are closed: the summary of a linearisation evaluates a model
         summary = cell.spec.summarise(task, done.scores)
     finally:
         job.close()
-    if (name := "unreadable_images") in summary:  # each rank counts its own
-        summary[name] = int(ranks.sum([summary[name]])[0])
     if not ranks.first:
         return None
     shutil.rmtree(result, ignore_errors=True)
@@ -233,7 +234,8 @@ def run_job(job: Job) -> Outcome | None:
         cell.spec.draw_examples(task, model.eval(), job.params, job.described["classes"], result / "examples")
     metrics = {"seed": seed, **_count_run(done, model, task, cell.spec), **summary}
     metrics["weights_hash"] = hash_file(result / "weights.safetensors")
-    return Outcome(metrics=metrics, curve=done.curve, state=state, speed=watch.summary())
+    about = {"curve": done.curve, "state": state, "speed": watch.summary(), "earlier": checkpointer.earlier}
+    return Outcome(metrics=metrics, **about)
 
 
 def split_batch(params: TrainParams, runtime: Runtime, ranks: Ranks, where: str) -> tuple[int, int]:
@@ -259,16 +261,23 @@ def place_model(model: Any, runtime: Runtime, ranks: Ranks, device: Any) -> Any:
     if ranks.world_size > 1 and device.type == "cuda":
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     model = model.to(device)
-    if runtime.channels_last:
-        model.to(memory_format=torch.channels_last)
+    if runtime.channels_last:  # not the whole model: an inner convolution has weights of five axes
+        for layer in model.modules():
+            if isinstance(layer, torch.nn.Conv2d):
+                layer.to(memory_format=torch.channels_last)
     if runtime.compile:
         getattr(model, "backbone", model).compile()  # not a dense head, whose shapes depend on the data
     return model
 
 
+def find_golden(paths: Paths, params: TrainParams) -> Path:
+    """Return the file of the golden losses of the cell's family, which stand for its code; it need not exist."""
+    return paths.results / "golden" / f"{params.family}.json"
+
+
 def hash_golden(paths: Paths, params: TrainParams) -> str | None:
-    """Return the short hash of the golden losses of the cell's family, which stand for its code; None without them."""
-    file = paths.results / "golden" / f"{params.family}.json"
+    """Return the short hash of `find_golden`; None without that file."""
+    file = find_golden(paths, params)
     return hash_file(file) if file.is_file() else None
 
 
@@ -302,27 +311,35 @@ def verify_init(cell: Cell) -> None:
     require_hash(path, stated, named=f"{where}.weights: {path}", stated=f"{where}.sha256:")
 
 
-def require_resumable(state: Path, inputs: Sequence[Path], processes: int) -> dict[str, Any]:
-    """Refuse to continue a run that began with other inputs or another number of processes.
+def require_resumable(cell: Cell, seed: int, processes: int) -> dict[str, Any]:
+    """Refuse to continue a run that began with other inputs or code, or in other processes, place or precision.
 
     Returns:
-        {inputs, processes}, with which the next call is compared.
+        {inputs, golden, processes, device, precision}, with which the next call is compared; an older one may lack some.
     """
-    found = {"inputs": {file.name: hash_files(file.parent, [file.name]) for file in inputs}, "processes": processes}
+    device = choose_device(cell.runtime.device)
+    state, golden = cell.state_folder(seed), find_golden(cell.paths, cell.params)
+    found = {
+        "inputs": {file.name: hash_files(file.parent, [file.name]) for file in cell.inputs},
+        "golden": hash_golden(cell.paths, cell.params),
+        "processes": processes,
+        "device": device.type,
+        "precision": cell.params.resolve_precision(device),
+    }
     note = state / "run.json"
     if note.is_file() and any(state.glob("step_*.pt")):
-        before = read_json(note)
-        changed = next(
-            (file for file in inputs if before.get("inputs", {}).get(file.name) != found["inputs"][file.name]), None
-        )
-        if changed is not None:
+        before = found | read_json(note)
+        changed = [file for file in cell.inputs if before["inputs"].get(file.name) != found["inputs"][file.name]]
+        changed += [golden] if before["golden"] != found["golden"] else []
+        if changed:
             raise UserError(
-                f"{changed}: changed since this run began ({state}); restore it, or remove that folder to start again"
+                f"{changed[0]}: changed since this run began ({state}); restore it, or remove that folder to start again"
             )
-        if before["processes"] != processes:
+        was, now = ("{processes} process(es) on {device} in {precision}".format(**each) for each in (before, found))
+        if was != now:
             raise UserError(
-                f"{state}: the run was stopped with {before['processes']} process(es), and now there are {processes}; take the same "
-                "number, or remove the folder to start again"
+                f"{state}: the run was stopped with {was}, and now there are {now}; take the same, or remove the folder "
+                "to start again"
             )
     return found
 

@@ -85,12 +85,12 @@ def train_own(
     """
     if wrong := [name for name, value in without.items() if value]:
         raise UserError(f"{stage}: --data trains on your own pictures; leave --{wrong[0]} out")
-    if source is not None:
-        require_hash(source, sha256)
+    require_hash(source, sha256)
     own = parse_own(data)
     if own is None or own.kind not in _KINDS[stage]:
         expected = f"expected {' or '.join(f'{kind}:PATH' for kind in _KINDS[stage])}; cells of params.yaml are named by --cell"
         raise UserError(f"{stage}: --data {data}: {expected}")
+    data = f"{own.kind}:{own.path}"  # the hash of the parameters has it, and must not depend on the spelling
     from timm.models import get_pretrained_cfg_value
 
     from ..models.checkpoints import open_weights

@@ -11,24 +11,22 @@ import dataclasses
 import datetime
 import math
 import shutil
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..core.config import list_cells, list_values, load_section, params_hash
-from ..core.errors import UserError
+from ..core.errors import RunError, UserError
 from ..core.hashing import hash_file
 from ..core.paths import Paths
 from ..core.record import make_identity, pack_hits, read_json, unpack_hits, write_json, write_record
 from ..core.runtime import Runtime
-from ..data.cells import DataCell
 from ..data.findings import count
 from ..data.manifest import read_manifest
 from ..tasks.classification.params import ClassifierParams
 from ..tasks.classification.spec import SPEC
 from .cells import print_scores, summarise_cell
-from .job import Cell, build_job, run_job
+from .job import Cell, Job, build_job, place_model, run_job, split_batch
 
 SECTION = "pretrain_seeds"
 RATES = (2.5e-4, 5.0e-4, 1.0e-3, 2.0e-3, 4.0e-3, 8.0e-3)  # tried for every cell; widened once, at both ends
@@ -106,8 +104,8 @@ def list_trainings(paths: Paths, runtime: Runtime) -> Iterator[Training]:
 
 def train_all(
     chosen: Sequence[Training], trainings: Sequence[Training], until: datetime.datetime | None = None
-) -> None:
-    """Train the chosen trainings that have no file yet; start none that would not end by `until`.
+) -> bool:
+    """Train the chosen trainings that have no file yet; start none that would not end by `until`: False if one is left.
 
     A seed is trained only after all searches among `trainings` are done and its cell has the best rate of its search,
     so that the rates are committed before any seed runs.
@@ -120,21 +118,29 @@ def train_all(
         seconds = expect_seconds(training, trainings)
         if until is not None and datetime.datetime.now() + datetime.timedelta(seconds=seconds) > until:
             print(f"{training.file.relative_to(training.cell.paths.root)}: would end after {until:%H:%M}", flush=True)
-            return
+            return False
         train(training)
+    return True
 
 
 def train(training: Training) -> None:
-    """Train one seed or trial, and write its file."""
-    cell, seed, started = training.cell, training.cell.params.seeds[0], time.process_time()
+    """Train one seed or trial, and write its file.
+
+    Raises:
+        RunError: the saved weights do not have the score of the training. Otherwise as `run_job`.
+    """
+    from ..training.checkpoint import read_clocks
+
+    cell, seed, started = training.cell, training.cell.params.seeds[0], read_clocks()[1]
     job = build_job(cell, seed)
     images = len(job.task.train.dataset)
     outcome = run_job(job)
     found: dict[str, Any] = {"cell": cell.name, "seed": seed, "rate": cell.params.optim.lr}
     if training.rate is None:
-        hits = find_hits(outcome.folder / "weights.safetensors", job.data, job.task.reported_split, cell.params)
+        hits = find_hits(outcome.folder / "weights.safetensors", job)
         if abs((seen := 100 * sum(hits) / len(hits)) - outcome.metrics[SCORE]) > 1e-9:
-            raise RuntimeError(f"{cell.name}: the saved weights have {seen} %, the training {outcome.metrics[SCORE]} %")
+            problem = f"its saved weights have {seen} %, and its training had {outcome.metrics[SCORE]} %"
+            raise RunError(f"{outcome.state}: {problem}; remove the folder to train again")
         found |= {"hits": pack_hits(hits), "images": len(hits)}
     weights = cell.paths.root / ".runs" / SECTION / "weights" / f"{cell.name}-{training.file.stem}.safetensors"
     weights.parent.mkdir(parents=True, exist_ok=True)
@@ -163,7 +169,7 @@ def train(training: Training) -> None:
         "commit": identity["parent_commit"],
         "device": identity["machine"],
         "versions": identity["versions"],
-        "core_hours": (time.process_time() - started) / 3600,
+        "core_hours": (outcome.earlier[1] + read_clocks()[1] - started) / 3600,
     }
     write_json(training.file, found)
     shutil.rmtree(outcome.state)
@@ -200,7 +206,7 @@ def collect(cell: str, trainings: Sequence[Training]) -> None:
         "params_hash": params_hash(params),
         "data_manifest_hash": hash_file(whole.inputs[0]),
         "device": " and ".join(dict.fromkeys(_name_device(found["device"]) for found in files)),
-        "dtype": params.precision,
+        "dtype": " and ".join(dict.fromkeys(_name_dtype(params, found["device"]) for found in files)),
         "recipe": list_values(params),
     }
     for name, named in (("commit", "parent_commit"), ("device", "machine"), ("versions", "versions")):
@@ -239,20 +245,30 @@ def _name_device(machine: dict[str, Any]) -> str:
     return f"cpu: {machine['cpu']}, {count(machine['threads'], 'thread')}"
 
 
-def find_hits(weights: Path, data: DataCell, split: str, params: ClassifierParams) -> list[bool]:
-    """Classify a split by saved weights: True for each right image, in the order of classes and files."""
+def _name_dtype(params: ClassifierParams, machine: dict[str, Any]) -> str:
     import torch
 
-    from ..data.classification import ImageFolder, ToInput, eval_transform
+    return params.resolve_precision(torch.device("cuda" if "cuda" in machine else "cpu"))
+
+
+def find_hits(weights: Path, job: Job) -> list[bool]:
+    """Classify the reported split by saved weights: True for each right image, in the order of classes and files.
+
+    On the device and in the batches of the training's evaluation, since others round differently.
+    """
+    import torch
+
     from ..data.loader import EvalLoader
     from ..models.checkpoints import open_weights
 
-    cpu = torch.device("cpu")
-    model, to_input = open_weights(weights).require_classifier().build().eval(), ToInput(params.transform, cpu)
-    images = ImageFolder(data.open_tree(), split, eval_transform(params.transform))
-    loader = EvalLoader(images, batch_size=params.batch_size, workers=0, device=cpu)
+    cell, task = job.cell, job.task
+    model = open_weights(weights).require_classifier().build().eval()
+    model = place_model(model, cell.runtime, cell.ranks, task.device)
+    at_once = split_batch(cell.params, cell.runtime, cell.ranks, cell.where)[1]
+    images = task.held_out[task.reported_split].dataset
+    loader = EvalLoader(images, batch_size=at_once, workers=0, device=task.device)
     with torch.inference_mode(), contextlib.closing(loader):
-        return [hit for x, y in loader for hit in (model(to_input(x)).argmax(1) == y).tolist()]
+        return [hit for x, y in loader for hit in (model(task.eval_input(x)).argmax(1).cpu() == y.cpu()).tolist()]
 
 
 def require_best_rate(training: Training, trainings: Sequence[Training]) -> None:

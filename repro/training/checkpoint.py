@@ -8,6 +8,7 @@ import io
 import os
 import random
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,13 @@ class Checkpointer:
     Args:
         folder: `.runs/<stage>/<cell>/seed_<n>-<hash>`; the hash of the params separates runs with other params.
         log: called with a line of text when a run resumes or a damaged file is skipped.
+
+    `earlier` has the seconds and the CPU seconds that earlier calls had spent when they saved the restored state.
     """
 
     def __init__(self, folder: Path, log=print):
         self.folder, self.log = folder, log
+        self.earlier, self._began = (0.0, 0.0), read_clocks()
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Write the state after `step` finished steps and drop generations beyond the newest two.
@@ -42,7 +46,8 @@ class Checkpointer:
         """
         # in memory, since the file's name has the hash of its content
         buffer = io.BytesIO()
-        torch.save(state, buffer)
+        spent = [e + now - then for e, now, then in zip(self.earlier, read_clocks(), self._began, strict=True)]
+        torch.save(state | {"spent": spent}, buffer)
         content = buffer.getbuffer()
         digest = short_hash(content)
         try:
@@ -72,7 +77,9 @@ class Checkpointer:
             for _, damaged in files[:place]:  # else `save` would count it as one of the two generations
                 damaged.unlink()
             self.log(f"continuing after step {step} from {path.name}")
-            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            saved = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            self.earlier = tuple(saved.get("spent", self.earlier))  # older states lack it
+            return saved
         if files:
             raise UserError(
                 f"{self.folder}: no undamaged training state among {len(files)} files; remove the folder to start again"
@@ -85,6 +92,11 @@ class Checkpointer:
             return []
         found = [(int(m[1]), self.folder / name) for name in os.listdir(self.folder) if (m := _NAME.match(name))]
         return sorted(found, reverse=True)
+
+
+def read_clocks() -> tuple[float, float]:
+    """Return a clock's seconds, and the CPU seconds of this process and of its children that have ended."""
+    return time.monotonic(), sum(os.times()[:4])
 
 
 def rng_state() -> dict[str, Any]:

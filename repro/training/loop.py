@@ -40,10 +40,12 @@ class Task(abc.ABC):
         ranks: the processes that train together.
 
     `teacher` is the moving average of the weights in eval mode, in epochs whose loss needs it
-    (`TrainParams.teacher_from`), else None.
+    (`TrainParams.teacher_from`), else None. `marks` has a flag for each training sample that was found unreadable, for
+    data sets that replace such samples: `fit` shares them among the ranks, and keeps them in the state.
     """
 
     teacher: nn.Module | None = None
+    marks: Tensor | None = None
 
     def __init__(
         self,
@@ -58,6 +60,7 @@ class Task(abc.ABC):
         self.model, self.train, self.held_out = model, train, held_out
         self.curve_split, self.reported_split = (tuple(held_out)[place] for place in (0, -1))
         self.device, self.ranks = device, ranks
+        self.marks = getattr(getattr(train, "dataset", None), "marks", None)
         self.batch_size, self.steps_per_epoch = batch_size, len(train)
 
     def batches(self, epoch: int, start: int) -> Iterator[Any]:
@@ -220,6 +223,7 @@ class TrainingState:
 
     def __init__(self, task: Task, params: TrainParams, accumulate: int):
         self.model = self.network = self.evaluated = task.model
+        self.marks = task.marks
         self.optimizer = task.build_optimizer(params.optim)
         if task.ranks.world_size > 1:
             own = [task.device.index] if task.device.type == "cuda" else None
@@ -248,6 +252,14 @@ class TrainingState:
     def share_buffers(self, ranks: Ranks) -> None:
         """Average the buffers over all ranks, and those of the moving average."""
         ranks.average([*self.model.buffers(), *(self.ema.module.buffers() if self.ema is not None else ())])
+
+    def share_marks(self, ranks: Ranks) -> list[int]:
+        """Mark on every rank what any rank has marked, and return the marked places."""
+        if self.marks is None:
+            return []
+        for places in ranks.from_first(ranks.gather(self.marks.nonzero().flatten().tolist())):
+            self.marks[places] = 1
+        return self.marks.nonzero().flatten().tolist()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save; the schedule needs no entry, since its rate is a function of the step alone."""
@@ -326,9 +338,10 @@ def _save(checkpointer: Checkpointer, run: RunState, training: TrainingState, ra
     # every rank must call this. Every evaluation follows a save at an epoch's end: the buffers that are scored are
     # those that are saved
     training.share_buffers(ranks)
+    marked = training.share_marks(ranks)
     everyone = ranks.gather({"rng": rng_state(), "sums": run.epoch_sums})
     if ranks.first:
-        saved = {"run": dataclasses.asdict(run), "ranks": everyone, "accumulate": training.accumulate}
+        saved = {"run": dataclasses.asdict(run), "ranks": everyone, "accumulate": training.accumulate, "marked": marked}
         checkpointer.save(run.step, saved | training.state_dict())
 
 
@@ -356,5 +369,7 @@ def _restore(checkpointer: Checkpointer, training: TrainingState, ranks: Ranks) 
             f"{checkpointer.folder}: the run was stopped with its batches cut into {saved['accumulate']} part(s), and now they are cut into "
             f"{training.accumulate}; set the same runtime.micro_batch, or remove the folder to start again"
         )
+    if training.marks is not None:
+        training.marks[saved.get("marked", [])] = 1  # older states lack it
     set_rng_state(everyone[ranks.rank]["rng"])
     return run

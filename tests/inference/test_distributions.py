@@ -1,6 +1,7 @@
 """Two sets of vectors are told apart as often as theory says, and those of an inner learner are the ones that it gets."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import timm
@@ -8,6 +9,9 @@ import torch
 from scipy import stats
 
 import repro.models  # noqa: F401
+from repro.core.errors import UserError
+from repro.core.runtime import Runtime
+from repro.inference import distributions
 from repro.inference.distributions import observe_vectors, tell_apart
 
 
@@ -60,3 +64,18 @@ def test_the_vectors_of_every_layer_are_noted_and_nothing_changes(name):
         (shape,) = {x.shape for x in call.values()}
         assert shape[0] == 2 and len(shape) == 4
         assert not torch.equal(call["q"], call["k"]) and not torch.equal(call["v"], call["out"])
+
+
+@pytest.mark.parametrize("images", [1, 2, 3])
+def test_too_few_images_to_fit_and_try_both_halves_are_one_line(monkeypatch, images):
+    """Of four, each half has two."""
+    q = draw(0.0, 1.0, 0)[:4]
+    assert 0 <= tell_apart(q[:2], q[2:]) <= 1
+    monkeypatch.setattr(distributions, "require_same_classes", lambda *given: None)
+    splits, kind = {"val": SimpleNamespace(targets=[0] * images)}, SimpleNamespace(reported_split="val")
+    tree = SimpleNamespace(classes=(), splits=splits, kind=kind)
+    cell = SimpleNamespace(name="pets", open_tree=lambda: tree)
+    with pytest.raises(UserError, match=f"pets has {images} held-out image"):
+        distributions.record_distributions(
+            SimpleNamespace(checkpoint=None), cell, None, Runtime(device="cpu", data_roots={})
+        )

@@ -96,3 +96,8 @@ def test_the_centre_is_where_the_central_unit_looks(name, size, centre):
     place = torch.arange(size, dtype=field.dtype)
     found = [float((field.sum(1 - axis) * place).sum() / field.sum()) for axis in (0, 1)]
     assert found == pytest.approx([centre, centre], abs=3)
+
+
+def test_a_model_without_feature_maps_is_refused():
+    with pytest.raises(ValueError, match="no feature maps"):
+        get_last_features(timm.create_model("vgg11"))

@@ -8,13 +8,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from repro.core.errors import UserError
+from repro.core.errors import Interrupted, UserError
 from repro.core.paths import Paths
 from repro.core.ranks import Ranks
+from repro.core.record import write_json
+from repro.core.runtime import Runtime, device_label
+from repro.models.registry import build_model
 from repro.runs import cells
 from repro.runs.cells import _collect_files, record_speed, train_cells
-from repro.runs.job import Cell
+from repro.runs.job import Cell, place_model, require_resumable
+from repro.training.params import OptimParams, TrainParams
 
 UNTIMED = {"throughput_img_per_s": None, "throughput_img_per_s_reason": "no step was timed"}
 
@@ -43,6 +48,9 @@ def test_the_speed_of_a_cell_is_that_of_its_last_seed(tmp_path, speeds, recorded
     named = {name: record["metrics"][name] for name in ("model", "options", "processes", "micro_batch", "transform")}
     of = {"model": "m", "options": {"depth": 1}, "processes": 2, "micro_batch": 4, "transform": {"image_size": 32}}
     assert named == of and [name for name, is_on in record["metrics"]["keeps"].items() if is_on] == ["ema_decay"]
+
+
+PARAMS = {"model": "m", "data": "data", "epochs": 1, "batch_size": 1, "drop_path": 0.0, "optim": OptimParams(lr=1.0)}
 
 
 @dataclasses.dataclass
@@ -165,3 +173,88 @@ def test_a_cell_whose_seeds_descend_finds_its_own_record(tmp_path, monkeypatch):
     metrics = {"by_seed": [{"seed": 0}, {"seed": 2}], "epochs": 1}
     monkeypatch.setattr(cells, "read_record", lambda file: {"metrics": metrics, "identity": identity})
     assert sorted(cells.find_finished_seeds(cell)) == [0, 2]
+
+
+@pytest.mark.parametrize("changed", ["data/manifest.json", "golden/vit.json", "processes", "device", "precision"])
+def test_a_state_is_continued_by_the_same_code_and_in_the_same_place_alone(tmp_path, monkeypatch, changed):
+    state, paths = tmp_path / "state", Paths(tmp_path)
+    monkeypatch.setattr(Cell, "state_folder", lambda self, seed: state)
+    files = {"data/manifest.json": paths.results / "prepare_data/data/manifest.json"}
+    files |= {"golden/vit.json": paths.results / "golden/vit.json", "state": state / "step_1.pt"}
+    for file in files.values():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("before")
+    params = TrainParams(family="vit", **PARAMS)
+    about = {"spec": None, "paths": paths, "runtime": SimpleNamespace(device="cpu"), "record": tmp_path / "r.json"}
+    cell = Cell(stage="pretrain", name="nano", params=params, **about)
+    begun = require_resumable(cell, 0, 1)
+    for note in (begun, {name: begun[name] for name in ("inputs", "processes")}):  # as written now, and in the past
+        write_json(state / "run.json", note)
+        assert require_resumable(cell, 0, 1) == begun
+    if changed in files:
+        write_json(state / "run.json", begun)
+        files[changed].write_text("after")
+    else:
+        write_json(
+            state / "run.json", begun | {changed: {"processes": 2, "device": "cuda", "precision": "bf16"}[changed]}
+        )
+    with pytest.raises(UserError, match=changed if changed in files else "2 process|on cuda|in bf16") as caught:
+        require_resumable(cell, 0, 1)
+    assert str(state) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"device": device_label("cpu") + ", 2 processes"}, None),
+        ({"device": "cuda: GPU"}, "other device"),
+        ({"dtype": "bf16"}, "other dtype"),
+        ({"golden_hash": "g"}, "other golden"),
+    ],
+)
+def test_a_seed_more_runs_as_the_finished_ones_did(tmp_path, monkeypatch, changed, named):
+    for name in ("manifest", "record"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(cells, "params_hash", lambda params: "p")
+    identity = {"params_hash": "p", "data_manifest_hash": cells.hash_file(tmp_path / "manifest"), "golden_hash": None}
+    identity |= {"device": device_label("cpu"), "dtype": "fp32"} | changed
+    metrics = {"by_seed": [{"seed": 0}], "epochs": 1}
+    monkeypatch.setattr(cells, "read_record", lambda file: {"metrics": metrics, "identity": identity})
+    about = {"is_of_graph": False, "paths": Paths(tmp_path), "runtime": SimpleNamespace(device="cpu"), "init": None}
+    about |= {"record": tmp_path / "record", "inputs": (tmp_path / "manifest",)}
+    finished, more = (SimpleNamespace(params=TrainParams(seeds=seeds, **PARAMS), **about) for seeds in ((0,), (0, 1)))
+    assert list(cells.find_finished_seeds(finished)) == [0]
+    if named is None:
+        assert list(cells.find_finished_seeds(more)) == [0]
+    else:
+        with pytest.raises(UserError, match=named):
+            cells.find_finished_seeds(more)
+
+
+@pytest.mark.parametrize("stopped", ["one", "two"])
+def test_a_stopped_section_says_what_trains_again(tmp_path, monkeypatch, stopped):
+    """Cells of the graph that ended are trained again by the same command."""
+
+    def run(cell):
+        if cell.name == stopped:
+            raise Interrupted(15, "the state is saved")
+
+    monkeypatch.setattr(cells, "build_job", lambda cell, seed: cell)
+    monkeypatch.setattr(cells, "_announce", lambda *given, **named: None)
+    monkeypatch.setattr(cells, "run_job", run)
+    shared = {"stage": "pretrain", "params": TrainParams(**PARAMS), "spec": None, "paths": Paths(tmp_path)}
+    shared["runtime"] = SimpleNamespace(device="cpu")
+    records = {name: tmp_path / f"results/pretrain/{name}/metrics.json" for name in ("one", "two")}
+    with pytest.raises(Interrupted, match="the state is saved") as caught:
+        train_cells([Cell(name=name, record=record, **shared) for name, record in records.items()])
+    assert caught.value.exit_code == 143 and ("--cell two" in str(caught.value)) == (stopped == "two")
+
+
+@pytest.mark.parametrize("inner", ["conv", "dwconv"])
+def test_channels_last_is_the_format_of_ordinary_convolutions_alone(inner):
+    """Weights of an inner convolution have five axes, for which PyTorch has no such format."""
+    model = build_model("study_nano_patch16_144", inner_model=inner, depth=1, img_size=32)
+    placed = place_model(model, Runtime(channels_last=True, data_roots={}), Ranks(), torch.device("cpu"))
+    convolutions = [layer for layer in placed.modules() if isinstance(layer, torch.nn.Conv2d)]
+    assert convolutions and {parameter.dim() for parameter in placed.parameters()} >= {4, 5}
+    assert all(layer.weight.is_contiguous(memory_format=torch.channels_last) for layer in convolutions)

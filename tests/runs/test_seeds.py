@@ -10,16 +10,19 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 
 from repro.core.config import load_yaml
-from repro.core.errors import UserError
+from repro.core.errors import Interrupted, RunError, UserError
 from repro.core.paths import Paths, find_root
 from repro.core.record import DETAILS_FILE, pack_hits, read_json, read_record, unpack_hits, write_json
 from repro.core.runtime import Runtime
+from repro.data import loader
 from repro.data.manifest import write_manifest
 from repro.data.prepare import scan_manifest
 from repro.runs import seeds
 from repro.runs.cells import train_cells
+from repro.training.checkpoint import Checkpointer
 from tests.conftest import link_code
 
 ROOT = find_root().root
@@ -104,10 +107,71 @@ def test_a_seed_leaves_its_score_its_hits_and_what_explains_them_and_is_not_trai
         seeds.train_all([changed], [changed])
 
 
+@pytest.mark.parametrize("of_graph", [False, True])
+def test_a_stopped_training_has_the_time_and_the_steps_of_every_call(checkout, monkeypatch, of_graph):
+    """Also where another rate of the cell is trained in between."""
+    now, save = [0.0], Checkpointer.save
+
+    def stop(self, step, state):
+        now[0] += 3600.0
+        save(self, step, state)
+        raise Interrupted(15, "saved")
+
+    def train(rate):
+        training = checkout(one=rate)[-1]
+        cell = dataclasses.replace(training.cell, runtime=dataclasses.replace(training.cell.runtime, jsonl=True))
+        if of_graph:
+            train_cells([dataclasses.replace(cell, record=cell.paths.cell(cell.stage, cell.name) / FILES[0])])
+        else:
+            seeds.train(dataclasses.replace(training, cell=cell))
+        return training
+
+    monkeypatch.setattr("repro.training.checkpoint.read_clocks", lambda: (now[0], now[0]))
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(Checkpointer, "save", stop)
+        train(1e-3)
+    train(2e-3)
+    training = train(1e-3)
+    if of_graph:
+        assert 3600 <= read_json(training.cell.record.with_name("run.json"))["seconds"] < 3660
+    else:
+        assert read_json(training.file)["core_hours"] == 1.0
+    logs = [file.read_text().splitlines() for file in (checkout.root / ".runs/logs").rglob("train.jsonl")]
+    rows = [[json.loads(line) for line in log] for log in logs]
+    assert [[row["step"] for row in log] for log in rows] == [list(range(1, 11))] * 2
+    assert sorted(max(row["lr"] for row in log) for log in rows) == [1e-3, 2e-3]
+
+
+@pytest.mark.parametrize(("warmup_epochs", "said"), [(1, False), (2, True)])
+def test_a_training_that_is_all_warm_up_says_so(checkout, capsys, warmup_epochs, said):
+    cell = checkout(one=1e-3)[-1].cell
+    params = dataclasses.replace(cell.params, optim=dataclasses.replace(cell.params.optim, warmup_epochs=warmup_epochs))
+    train_cells([dataclasses.replace(cell, params=params)])
+    assert ("warmup_epochs: 2" in capsys.readouterr().out) == said
+
+
+def test_hits_are_found_as_the_training_evaluates_and_explain_its_score(checkout, monkeypatch):
+    training, made, init = checkout(one=1e-3)[-1], [], loader.EvalLoader.__init__
+
+    def note(self, dataset, *, batch_size, device, **order):
+        made.append((batch_size, device))
+        init(self, dataset, batch_size=batch_size, device=device, **order)
+
+    runtime = dataclasses.replace(training.cell.runtime, micro_batch=2)
+    training = dataclasses.replace(training, cell=dataclasses.replace(training.cell, runtime=runtime))
+    monkeypatch.setattr(loader.EvalLoader, "__init__", note)
+    seeds.train(training)
+    assert len(made) == 2 and made[0] == made[1] == (2, torch.device("cpu"))
+    monkeypatch.setattr(seeds, "find_hits", lambda weights, job: [True] * 8)
+    with pytest.raises(RunError, match=r"seed_1-\w+: .*100.0 %") as caught:
+        seeds.train(training)
+    assert "\n" not in str(caught.value)
+
+
 def test_nothing_starts_that_would_not_end_in_time(checkout, monkeypatch):
     trainings = checkout(one=1e-3)
     monkeypatch.setattr(seeds, "train", lambda training: pytest.fail("was started"))
-    seeds.train_all(trainings[:1], trainings, until=datetime.datetime.now() + datetime.timedelta(seconds=5))
+    assert not seeds.train_all(trainings[:1], trainings, until=datetime.datetime.now() + datetime.timedelta(seconds=5))
 
 
 def test_hits_are_a_bit_an_image_the_first_one_highest():
@@ -285,7 +349,7 @@ def test_a_record_that_is_lost_or_no_record_is_made_again(collected, name, text)
     assert bytes_of(collected.folder) == before
 
 
-def test_the_command_collects_a_trained_cell_and_counts_the_seeds_of_another(
+def test_the_command_collects_a_trained_cell_and_waits_for_the_seeds_of_another(
     collected, checkout, monkeypatch, repro_cli
 ):
     """The trials of one cell are there; of the other, nothing is, and there is no time to train it."""
@@ -303,8 +367,7 @@ def test_the_command_collects_a_trained_cell_and_counts_the_seeds_of_another(
     assert "68.75 ± 8.84 % on the 8 val images" in repro_cli.run("seeds", "--cell", "one_made")
     assert read_record(collected.folder / "metrics.json")["metrics"]["seeds"] == [0, 1]
     soon = datetime.datetime.now() + datetime.timedelta(minutes=2)  # a minute that does not pass before it is read
-    said = repro_cli.refuse("seeds", "--cell", "two_made", "--until", f"{soon:%H:%M}")
-    assert "two/0.json" in said and "0 of 2" in said
+    assert "two/rate_" in repro_cli.run("seeds", "--cell", "two_made", "--until", f"{soon:%H:%M}")
 
 
 def test_a_cell_of_the_graph_never_reads_its_own_record(checkout):

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from repro.core.errors import UserError
 from repro.core.hashing import hash_file
 from repro.core.paths import Paths
-from repro.core.record import read_record
+from repro.core.record import find_run, read_json, read_record
 from repro.papers import describe_recipe
 from repro.runs import from_weights
 from repro.runs.job import build_job
@@ -96,8 +96,10 @@ def test_from_a_file_with_options(ready, repro_cli):
     assert expected.items() <= read_metrics(record)["options"].items()
     weights = Path("artifacts", record.relative_to("results")).with_suffix("") / "weights.safetensors"
     content, before = weights.read_bytes(), read_record(record)
+    seconds = read_json(find_run(record))["seconds"]
     # a seed more: the first one is not trained again, and its curve stands before that of the second
     assert "seed 1, 2 of 2" in repro_cli.run("linearize", "--from", str(SOFTMAX), *asked, "--seeds", "2")
     after = read_record(record)
+    assert read_json(find_run(record))["seconds"] > seconds
     assert after["metrics"]["by_seed"][0] == before["metrics"]["by_seed"][0] and weights.read_bytes() == content
     assert after["curve"][:2] == before["curve"] and [row.split(",")[0] for row in after["curve"][1:]] == ["0", "1"]

@@ -157,6 +157,17 @@ def test_given_weights_see_pictures_as_before(checkout, tmp_path, monkeypatch):
     assert deit == dataclasses.replace(vit, mean=TransformSettings.mean, std=TransformSettings.std)
 
 
+def test_a_set_is_one_training_however_its_path_is_written(checkout, tmp_path, monkeypatch):
+    cells, pets = [], draw(tmp_path / "pets", {"cat": 4, "dog": 4})
+    monkeypatch.setattr("repro.runs.own.train_cells", lambda found, gpus: cells.extend(found))
+    given = {"model": None, "source": None, "epochs": 1, "seeds": 1, "flip": False, "gpus": None, "without": {}}
+    for place in (pets, f"{pets}/", "../pets", "./../pets"):
+        train_own("pretrain", Classify(), f"folder:{place}", sha256=None, **given)
+    assert len({cell.state_folder(0) for cell in cells}) == 1
+    with pytest.raises(UserError, match="--sha256"):
+        train_own("pretrain", Classify(), f"folder:{pets}", sha256="0" * 8, **given)
+
+
 SIDE = 64  # of a picture of scenes, in pixels
 
 

@@ -49,6 +49,8 @@ class Drawn(Task):
 
     def __init__(self, ranks, model):
         self.ranks, self.model, self.losses, self.gradients = ranks, model, [], None
+        self.marks = torch.zeros(4, dtype=torch.uint8)
+        self.marks[[ranks.rank, 2]] = 1
         self.order = TrainOrder(BATCH * STEPS, ranks.share(BATCH, "batch"), 0, ranks.rank, ranks.world_size)
 
     def batches(self, epoch, start):
@@ -83,7 +85,7 @@ def train(folder, ranks, name, ema_decay):
     run, model = fit(task, params, snapshot=lambda epoch, model: snapshots.update({epoch: copy_state(model)}), **how)
     found = {"losses": task.losses, "gradients": task.gradients, "snapshots": snapshots}
     found["scores"] = [*(row["val_loss"] for row in run.curve), run.scores["val_loss"]]
-    return found | {"states": ranks.gather(copy_state(model))}
+    return found | {"states": ranks.gather(copy_state(model)), "marks": ranks.gather(task.marks.tolist())}
 
 
 def exchange(ranks):

@@ -106,6 +106,15 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path, whole, step):
     assert_same(train(tmp_path), whole)
 
 
+def test_a_resumed_run_knows_the_unreadable_samples_of_earlier_calls(tmp_path):
+    task, again = Regression(kill_at(6)), Regression()
+    task.marks, again.marks = torch.tensor([0, 1, 0, 1], dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
+    with pytest.raises(Killed):
+        train(tmp_path, task)
+    train(tmp_path, again)
+    assert again.marks.tolist() == [0, 1, 0, 1]
+
+
 class Tuned(Regression):
     """Has a split for the curve and one that is reported, notes which it evaluates, and may be stopped in one of these."""
 

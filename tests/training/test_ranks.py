@@ -102,3 +102,7 @@ def test_half_of_torchrun_is_refused(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(UserError, match="RANK.* missing; start with --gpus N or torchrun"), joined("cpu"):
         pass
+
+
+def test_every_rank_knows_what_any_found_unreadable(two_ranks):
+    assert [found["marks"] for found in two_ranks.values()] == [[[1, 1, 1, 0]] * 2] * len(program.TRAININGS)

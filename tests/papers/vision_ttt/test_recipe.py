@@ -80,11 +80,13 @@ def test_batch_that_does_not_come_out_is_refused(world_size, micro_batch, accumu
         resolved(cell(), world_size=world_size, micro_batch=micro_batch, accumulate=accumulate)
 
 
-@pytest.mark.parametrize("warmup_epochs", [0, 1, 5])
-def test_engine_does_what_the_recipe_says(warmup_epochs):
-    params = change(cell(), {"epochs": 2, "optim.warmup_epochs": warmup_epochs, "batch_size": 512})
+@pytest.mark.parametrize(("warmup_epochs", "warmup_steps"), [(0, 0), (1, 0), (5, 0), (0, 3)])
+def test_engine_does_what_the_recipe_says(warmup_epochs, warmup_steps):
+    warmup = {"optim.warmup_epochs": warmup_epochs, "optim.warmup_steps": warmup_steps}
+    params = change(cell(), {"epochs": 2, "batch_size": 512} | warmup)
     recipe = resolved(params, train_images=512 * 7 + 3)
-    assert recipe["steps"] == {"per_epoch": 7, "warmup": 7 * min(warmup_epochs, 2), "total": 14}
+    assert recipe["steps"] == {"per_epoch": 7, "warmup": warmup_steps or 7 * min(warmup_epochs, 2), "total": 14}
+    assert ("optim.warmup_lr" in recipe["inactive"]) == (not warmup_steps and not warmup_epochs)
     optim = OptimParams(**params["optim"])
     optimizer = build_optimizer(nn.Linear(2, 2), optim, 512)
     schedule = build_schedule(optimizer, optim, 512, 2, 7)
@@ -183,7 +185,7 @@ def test_what_ran_counts_and_not_what_was_asked_for():
 def test_every_key_of_the_training_is_compared(section):
     """A key that joins one of these sections must be compared, or changes nothing in the training and is named here."""
     without_effect = {"transform.color_jitter"}
-    # a cell of pretrain with another schedule is refused
+    # a cell of pretrain with another schedule is refused, and steps of warm-up are compared as epochs
     without_effect |= {"optim.schedule", "optim.milestones", "optim.warmup_steps"}
     keys = {f"{section}.{name}" for name in cell()[section]}
     assert keys - without_effect == {key for key, _, _ in SINGLE if key.startswith(f"{section}.")}
@@ -199,6 +201,7 @@ def test_every_key_of_the_training_is_compared(section):
         {"transform.color_jitter": 0.4},  # as in Swin's configuration, and without effect
         {"options.design": "conv2d", "options.pool": "mean", "options.chunk_size": 16, "options.w0": "per_direction"},
         {"precision": "fp16"},
+        {"optim.warmup_epochs": 0, "optim.warmup_steps": 20 * 1251},
         {"ema_decay": None},
         {"evaluate_every": 1, "snapshot_epochs": (), "max_unreadable": 0},
     ],
@@ -225,6 +228,10 @@ def test_drop_path_of_the_base_model_is_not_called_swins():
         ({"mix.mixup": 0.0, "mix.prob": 0.1, "mix.switch_prob": 0.1}, ["mix.mixup", "mix.prob"]),
         ({"transform.auto_augment": None, "transform.color_jitter": 0.0}, ["transform.auto_augment"]),
         ({"optim.warmup_epochs": 0, "optim.warmup_lr": 0.1}, ["optim.warmup_epochs"]),
+        (
+            {"optim.warmup_epochs": 0, "optim.warmup_steps": 211, "optim.warmup_lr": 0.1},
+            ["optim.warmup_epochs", "optim.warmup_lr"],
+        ),
     ],
 )
 def test_keys_without_effect_are_no_departures(changes, departing_keys):
