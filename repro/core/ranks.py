@@ -101,7 +101,8 @@ def launch_ranks(processes: int, arguments: list[str]) -> None:
     """Run `repro ARGUMENTS` under torchrun in `processes` processes on this machine.
 
     If a process fails, torchrun ends the others and starts all of them again, up to `RESTARTS` times; they continue
-    from the last saved state of the training, and train the cells of the graph before it again. SIGINT and SIGTERM are passed on, and every process then finishes its step and saves.
+    from the last saved state of the training, and train the cells of the graph before it again. SIGINT and SIGTERM are
+    passed on, and every process then finishes its step and saves.
 
     Raises:
         UserError: there are fewer GPUs than processes; on CPUs it runs only with `runtime.device: cpu`.
