@@ -143,14 +143,13 @@ def _read_names(base: Path, report: Reporter) -> tuple[str, ...]:
     if (lines := _read_lines(files[0], report)) is None:
         return ()
     rows = [line.split("\t") for line in lines[1:] if line.strip()]
-    if not rows or [row[0].strip() for row in rows] != [str(number) for number in range(1, len(rows) + 1)]:
-        report.error(
-            files[0],
-            "expected a heading and lines that begin with 1, 2, 3, ..., with tabs between the columns",
-            RELEASE,
-        )
+    names = tuple(row[-1].strip() for row in rows)
+    numbered = [row[0].strip() for row in rows] == [str(number) for number in range(1, len(rows) + 1)]
+    if not rows or not numbered or len(set(names)) < len(names):
+        problem = "expected a heading and lines that begin with 1, 2, 3, ... and end with a name of their own"
+        report.error(files[0], f"{problem}, with tabs between the columns", RELEASE)
         return ()
-    return tuple(row[-1].strip() for row in rows)
+    return names
 
 
 def _read_own(file: Path, report: Reporter) -> tuple[str, ...]:

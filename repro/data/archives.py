@@ -40,6 +40,10 @@ def list_members(path: Path, report: Reporter, kind: Kind, others: list[str]) ->
                     files[name] = member.offset_data, member.size
                 elif not member.isdir() and is_picture(name, suffixes):
                     unfit.append((name, f"is {'a sparse' if member.isfile() else 'no plain'} file"))
+            # tarfile takes a damaged header for the end of the archive, where there are only zeros
+            archive.fileobj.seek(archive.offset)
+            if any(archive.fileobj.read(tarfile.BLOCKSIZE)):
+                report.error(path, f"damaged at byte {archive.offset}", "get it again")
     except (tarfile.TarError, OSError) as error:
         report.error(path, f"not a readable tar archive ({error})", "get it again")
     whole: dict[str, tuple[int, int]] = {}

@@ -12,7 +12,7 @@ from ..core.errors import UserError, did_you_mean
 from ..core.paths import Paths
 from ..core.runtime import Runtime
 from .kinds import KINDS, SPLITS, Format, Kind, load_function
-from .manifest import Manifest, read_manifest, verify
+from .manifest import Manifest, advise, read_manifest, verify
 from .own import locate_own, own_folder, parse_own
 from .tree import Tree, scan_tree
 
@@ -67,9 +67,13 @@ class DataCell:
     def open_pairs(self, split: str) -> Any:
         """Open a split's images and label maps in ADE20K's format.
 
-        Raises UserError where they differ from the manifest.
+        Raises UserError where they, or the names of the classes, differ from the manifest.
         """
-        return self._open("ade20k", "AdePairs", split)
+        pairs = self._open("ade20k", "AdePairs", split)
+        if pairs.classes != tuple(sorted(self.manifest.classes, key=self.manifest.classes.get)):
+            problem = "the classes or their order differ from the manifest"
+            raise UserError(f"{self.root}: {problem}; {advise(self.manifest, self.root)}")
+        return pairs
 
     def groups(self, tree: Tree) -> np.ndarray | None:
         """Return (N,) the group of each training image, for `TrainOrder`; None where the kind is not paired."""

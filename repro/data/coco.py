@@ -116,7 +116,7 @@ def read_instances(
         root, split: the folder that holds train2017, val2017 and annotations (see `find_parts`), and one of
             `Kind.splits`.
         report: receives the findings. Errors: a missing file or folder, malformed JSON, ids that are duplicate or
-            undefined, a target without a mask, images that are not in the folder. Warnings: boxes without area or
+            undefined, two categories of one name, a target without a mask, images that are not in the folder. Warnings: boxes without area or
             beyond their image.
         max_pixels: largest number of pixels of an image that is read later.
         boxes_as_masks: whether an object without an outline takes its box as its mask.
@@ -131,6 +131,9 @@ def read_instances(
     if (content := _read_json(file, report)) is None:
         return None
     categories = _index_rows(content, file, "categories", ("id", "name"), report)
+    names = Counter(row["name"] for row in categories.values())
+    twice = [(file, f"has {number} categories {name!r}") for name, number in names.items() if number > 1]
+    report.errors(twice, "give each a name of its own, or make them one")
     images = _index_rows(content, file, "images", ("id", "file_name", "height", "width"), report)
     annotations = _index_rows(content, file, "annotations", ("id", "image_id", "category_id", "bbox"), report)
     for row in images.values():
@@ -267,6 +270,8 @@ def _judge(
         if not all(map(math.isfinite, (*box, area))):
             raise ValueError(f"box {box} or area {area} is not finite")
         image, segmentation = images[row["image_id"]], row.get("segmentation")
+        if isinstance(segmentation, list):  # [[]] is no outline, as several programs write it
+            segmentation = [polygon for polygon in segmentation if polygon != []]
         wide, high = image["width"], image["height"]
         outlined = check_mask(segmentation, high, wide) if segmentation else False
     except (TypeError, ValueError, ArithmeticError, LookupError) as error:

@@ -84,11 +84,7 @@ def verify(manifest: Manifest, root: Path, folders: Mapping[str, Sequence[Folder
     Raises:
         UserError: a class folder is missing, any folder is unknown, or the first folder that differs, with the number of others.
     """
-    if KINDS[manifest.kind].embedded:
-        advice = f"remove {root} and run the same command again, which writes the data set again"
-    else:
-        advice = "restore the files, or run `repro prepare-data` to accept the data as it is"
-    different = []
+    advice, different = advise(manifest, root), []
     for split, listed in folders.items():
         records, names = manifest.splits[split].folders, {folder.name for folder in listed}
         if "folders" in KINDS[manifest.kind].parts and (single := names ^ records.keys()):
@@ -111,6 +107,13 @@ def verify(manifest: Manifest, root: Path, folders: Mapping[str, Sequence[Folder
     else:
         problem = "a file was renamed, or two were swapped"
     raise UserError(f"{path}: {problem} ({count(len(different), 'such difference')}); {advice}")
+
+
+def advise(manifest: Manifest, root: Path) -> str:
+    """Say what to do about a data set at `root` that differs from its manifest."""
+    if KINDS[manifest.kind].embedded:
+        return f"remove {root} and run the same command again, which writes the data set again"
+    return "restore the files, or run `repro prepare-data` to accept the data as it is"
 
 
 def record_files(files: Sequence[tuple[bytes, int]], hashes: Sequence[str] | None = None) -> ClassRecord:

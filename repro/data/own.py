@@ -3,8 +3,9 @@
 They need no edit of params.yaml. A folder of pictures that holds splits is read in place, see `pictures.find_splits`.
 Class folders without a split, or a CSV file of `file,label`, are split here: data/own_<name>/ gets train/<class>/ and
 val/<class>/ with links, and split.csv lists the split of each picture. The split of a picture depends only on its own
-path below the folder: new pictures do not move the others. A name is reserved for the first set that takes it, whose
-path is in results/own/<name>/data/source.txt.
+path below the folder, so new pictures do not move the others; except in a class of few pictures, where one may change
+sides so that each side has one. A name is reserved for the first set that takes it, whose path is in
+results/own/<name>/data/source.txt.
 """
 
 import csv
@@ -211,7 +212,7 @@ def _names_a_class(label: str) -> bool:
 
 
 def _draw(file: str) -> bytes:
-    # a hash instead of a random number: the split of a picture must not depend on the other pictures
+    # a hash instead of a random number, so that other pictures do not change the draw
     return hashlib.sha256(os.fsencode(file)).digest()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 
 from ..core.runtime import Runtime
 from .findings import BadData, Finding
@@ -21,6 +21,16 @@ MOST_OBLONG = 50
 UNREADABLE = (OSError, ValueError, EOFError)
 _EXACT = ("PNG", "BMP")  # lossless formats, whose pixels are exact labels
 _ORIENTATION = 0x0112  # the EXIF tag
+# EXIF orientation -> what turns a picture that is stored so
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 MAX_PIXELS = Runtime.max_pixels  # default where no setting is given; images of ImageNet, COCO and ADE20K are smaller
 _animated: list[str] = []  # name of the first animation; only this one is logged
 
@@ -135,8 +145,10 @@ def _open(
             if not upright:
                 return image, image.format, 1
             turned = image.getexif().get(_ORIENTATION)  # a damaged file may have any type here
-            turned = turned if isinstance(turned, int) and 2 <= turned <= 8 else 1
-            return ImageOps.exif_transpose(image), image.format, turned
+            if not isinstance(turned, int) or turned not in _TURNS:
+                return image, image.format, 1
+            # not ImageOps.exif_transpose, which writes the EXIF data again and fails where they are odd
+            return image.transpose(_TURNS[turned]), image.format, turned
     except WrongSize:
         raise
     except Exception as error:  # Pillow raises whatever a damaged file leads to

@@ -14,15 +14,16 @@ from ..core.record import make_identity, write_record
 from ..core.runtime import Runtime
 from . import ade20k, coco
 from .cells import find_data_root, find_source, manifest_path, write_embedded
-from .findings import RAISE_FIRST, RaiseFirst, Reporter
+from .findings import RAISE_FIRST, BadData, RaiseFirst, Reporter
 from .kinds import KINDS, Kind, PrepareData, load_function
 from .manifest import Folder, Manifest, SplitRecord, read_manifest, write_manifest
-from .own import claim_name, parse_own, split_own
+from .own import claim_name, locate_own, parse_own, split_own
 from .pictures import describe_splits
+from .pixels import UNREADABLE, decode_rgb, judge_error
 from .settings import ExpectedCounts
 from .tree import scan_tree
 
-_LOOKED_AT = 500  # pictures per split that are decoded before a training on dense labels
+_LOOKED_AT = 500  # pictures per split that are decoded before a training
 _IMBALANCE = 10  # ratio of the largest class to the smallest from which a warning is printed
 
 
@@ -77,8 +78,8 @@ def download(params: PrepareData, paths: Paths, runtime: Runtime, cell: str) -> 
 def prepare_own(data: str, paths: Paths, runtime: Runtime) -> None:
     """Split and prepare a set `KIND:PATH`, and print a warning where its classes are unbalanced.
 
-    Raises as `prepare` and `split_own`, and UserError where dense labels teach nothing or a sampled picture is
-    unreadable.
+    Raises as `prepare` and `split_own`, and UserError where dense labels teach nothing, or a sampled picture that no
+    training replaces is unreadable.
     """
     own = parse_own(data)
     split_own(paths, own)
@@ -86,6 +87,8 @@ def prepare_own(data: str, paths: Paths, runtime: Runtime) -> None:
         counts, unit = _count_objects(own.path, KINDS[own.kind], runtime.max_pixels), "training objects"
     elif own.kind == "ade20k":
         counts, unit = _count_pixels(own.path, runtime.max_pixels), "pixels of training pictures"
+    else:
+        _read_held_out(locate_own(paths, own), runtime.max_pixels)
     prepare(PrepareData(kind=own.kind), paths, runtime, data)
     claim_name(paths, own)
     if own.kind == "folder":
@@ -107,7 +110,7 @@ def _count_objects(root: Path, kind: Kind, max_pixels: int) -> dict[str, int]:
         instances = coco.read_instances(root, split, max_pixels=max_pixels, boxes_as_masks=kind.boxes_as_masks)
         if not len(instances.labels):
             raise UserError(f"{instances.file}: has no object of a category; a detector needs some in each split")
-        for place in np.linspace(0, len(instances.names) - 1, min(len(instances.names), _LOOKED_AT)).astype(int):
+        for place in _sample(len(instances.names)):
             coco.read_image(instances.path(place), tuple(instances.sizes[place].tolist()), instances.file, max_pixels)
         if spoiled := instances.num_outside + instances.num_empty:
             print(
@@ -139,6 +142,23 @@ def _count_pixels(root: Path, max_pixels: int) -> dict[str, int]:
     if len(pairs) < 2:
         raise UserError(f"{root}: has one training picture; a segmenter's batch norm needs two or more")
     return dict(zip(pairs.classes, counts.tolist()))
+
+
+def _read_held_out(root: Path, max_pixels: int) -> None:
+    """Decode a sample of the held-out pictures; raises UserError at the first unreadable one, as an evaluation would."""
+    tree = scan_tree(root, "folder")
+    for split in tree.kind.held_out:
+        for place in _sample(len(tree.splits[split].names)):
+            path = tree.path(split, place)
+            try:
+                decode_rgb(tree.source(split, place).read(), path, max_pixels)
+            except UNREADABLE as error:
+                raise BadData(judge_error(path, error, "get it again, or remove it")) from None
+
+
+def _sample(count: int) -> list[int]:
+    """Return at most `_LOOKED_AT` evenly spaced places."""
+    return np.linspace(0, count - 1, min(count, _LOOKED_AT)).astype(int).tolist()
 
 
 def scan_manifest(root: Path, kind: str, generated: object = None, report: Reporter = RAISE_FIRST) -> Manifest:

@@ -42,7 +42,7 @@ _USUAL_PLACES = ("ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "imagenet", "ILSVRC2012"
 _INDEX = ".shards.npz"
 # version of the rules of a listing; another version invalidates the cache. The rules are those of `list_members`, of
 # `pictures` and of `Kind.suffixes`: the cache sees no change of code, only of the archives
-_RULES = 2
+_RULES = 3
 # (class, file name, bytes, index of the archive, byte offset) of an archived image
 _Row = tuple[str, bytes, int, int, int]
 
@@ -153,16 +153,17 @@ def scan_tree(
             the classes and the sorted names of their images.
 
     Raises:
-        UserError: an error, if the report raises it; a folder that cannot be listed; a folder `tune` where one is to be
-            cut off; otherwise as `choose_tune`.
+        UserError: an error, if the report raises it; a folder that cannot be listed; a folder of `tune` where one is
+            to be cut off; otherwise as `choose_tune`.
     """
     row = KINDS[kind].at(root) if isinstance(kind, str) else kind
     if tune is not None:
-        if (root / "tune").is_dir():
-            problem = "is there, and tune_split would cut another one off train"
-            raise UserError(f"{root / 'tune'}: {problem}; move it away, or leave tune_split out")
         uncut = dataclasses.replace(row, splits=tuple(split for split in row.splits if split != "tune"))
-        return _cut_tune(scan_tree(root, uncut, report), tune)
+        tree = scan_tree(root, uncut, report)
+        if (folder := find_splits(root).get("tune")) is not None:
+            problem = "is there, and tune_split would cut another one off train"
+            raise UserError(f"{root / folder}: {problem}; move it away, or leave tune_split out")
+        return _cut_tune(tree, tune)
     if not root.is_dir():
         report.error(root, "no such folder", _advise_layout(row))
         return Tree(root, (), {}, row)

@@ -354,6 +354,7 @@ ADE_FAULTS = {
     "no labels at all": (lambda r: shutil.rmtree(r / "annotations"), 2, "training: no such folder; take ADE"),
     "no classes": (lambda r: (r / NAMES).unlink(), 1, "expected one file objectInfo<K>.txt with the names of the"),
     "other classes": (name_classes("Idx\n1\twall\n3\tsky\n"), 1, f"{NAMES}: expected a heading and lines that begin"),
+    "one name twice": (name_classes("Idx\n1\twall\n2\twall\n"), 1, f"{NAMES}: expected a heading and lines that begin"),
     "an empty list": (name_classes(""), 1, f"{NAMES}: expected a heading"),
     "turned by EXIF": (turn, 1, f"{LABEL}: is 40×32, its image 32×40"),
 }

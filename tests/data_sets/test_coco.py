@@ -79,6 +79,18 @@ def test_what_is_left_out_is_counted(root):
     assert all(f"{reason} ({number})" in said for reason, number in found.left_out.items()) and "5 of 11" in said
 
 
+@pytest.mark.parametrize("missing", [None, [], {}, [[]], [[], []]])
+def test_an_object_without_an_outline_is_refused_or_its_box_is_one(tmp_path, missing):
+    found = {"images": [image(1)], "categories": CATEGORIES}
+    root = write_coco(
+        tmp_path, found | {"annotations": [annotation(1, 1, 7, [4, 5, 20, 10]) | {"segmentation": missing}]}
+    )
+    with pytest.raises(UserError, match="annotation 1 has no segmentation"):
+        read_instances(root, "train")
+    (row,) = (found := read_instances(root, "train", boxes_as_masks=True)).rows
+    assert np.array_equal(decode_mask(found.segmentation(row), HEIGHT, WIDTH), block(4, 5, 24, 15))
+
+
 def test_masks_agree_with_pycocotools(root):
     coco = COCO(root / "annotations/instances_train2017.json")
     for row in content()["annotations"]:
@@ -192,6 +204,7 @@ RUNS = {"size": [50, 36], "counts": [1800, -1, 1]}
         ("images", 1, {"id": True}, "True"),
         ("images", 1, {"id": 10**30}, r"images\[1\] is malformed"),
         ("categories", 1, {"name": 7}, r"categories\[1\] is malformed"),
+        ("categories", 1, {"name": "cat"}, "2 categories 'cat'"),
     ],
 )
 def test_bad_annotations_are_refused_by_name(root, key, place, values, message):

@@ -11,7 +11,8 @@ from repro.core.errors import UserError
 from repro.data.ade20k import AdePairs
 from repro.data.check.dense import check_ade20k
 from repro.data.pixels import read_labels
-from tests.data_sets.conftest import findings, only
+from repro.data.prepare import scan_manifest
+from tests.data_sets.conftest import findings, make_cell, only
 
 LABELS = np.random.default_rng(0).integers(0, 4, (24, 32), dtype=np.uint8)
 COLOURS = np.random.default_rng(1).integers(0, 256, 768, dtype=np.uint8).tolist()
@@ -124,6 +125,18 @@ def test_classes_in_another_encoding_are_one_line(tmp_path, content, file):
     (tmp_path / file).write_bytes(content)
     with pytest.raises(UserError, match=rf"{file}: .*UTF-8") as caught:
         AdePairs(tmp_path, "train")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"road\nsky\ncar\n", b"sky\nroad\ncar\nbus\n"])
+def test_names_that_changed_after_the_preparation_are_one_line(tmp_path, content):
+    for split in ("training", "validation"):
+        write_pair(name_classes(tmp_path), split=split)
+    prepared = make_cell(tmp_path, scan_manifest(tmp_path, "ade20k"))
+    assert prepared.open_pairs("train").classes == ("sky", "road", "car")
+    name_classes(tmp_path, content)
+    with pytest.raises(UserError, match="classes .*manifest; restore") as caught:
+        prepared.open_pairs("train")
     assert "\n" not in str(caught.value)
 
 

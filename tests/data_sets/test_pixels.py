@@ -43,6 +43,14 @@ def test_exif_turns_the_image_as_opencv(tmp_path, orientation):
     assert np.abs(ours.astype(int) - theirs).max() <= 2
 
 
+def test_odd_exif_data_do_not_hinder_the_turn(tmp_path):
+    """The maker is a number instead of a text; each entry has a tag, a type, a count, and a value or its place."""
+    maker, turn = b"\x01\x0f\0\x05\0\0\0\x01\0\0\0\x26", b"\x01\x12\0\x03\0\0\0\x01\0\x06\0\0"
+    exif = b"Exif\0\0MM\0*\0\0\0\x08\0\x02" + maker + turn + bytes(4) + b"\0\0\0\x01\0\0\0\x01"
+    Image.new("RGB", (24, 16)).save(tmp_path / "image.jpg", exif=exif)
+    assert read_pixels(tmp_path / "image.jpg").shape == (24, 16, 3)
+
+
 def as_bytes(form: str) -> bytes:
     stream = io.BytesIO()
     Image.fromarray(COLOUR).save(stream, form)

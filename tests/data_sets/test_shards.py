@@ -88,6 +88,21 @@ def cut(packed):
     os.truncate(archive, last.offset_data + last.size // 2)
 
 
+def break_header(packed):
+    archive = packed / "train" / f"{WNIDS[0]}.tar"
+    with tarfile.open(archive) as stream:
+        member = stream.getmembers()[2]
+    with open(archive, "r+b") as stream:
+        stream.seek(member.offset)
+        stream.write(b"x")
+
+
+def cut_header(packed):
+    archive = packed / "train" / f"{WNIDS[0]}.tar"
+    with tarfile.open(archive) as stream:
+        os.truncate(archive, stream.getmembers()[2].offset + 100)
+
+
 def twice(packed):
     (packed / "train" / "more.tar").write_bytes((packed / "train" / f"{WNIDS[0]}.tar").read_bytes())
     append(packed / "train" / "more.tar", f"{WNIDS[0]}/n01440764_0.JPEG", b"x")
@@ -96,6 +111,8 @@ def twice(packed):
 LAST = f"val/{WNIDS[2]}.tar"
 FAULTS = [
     (cut, f"{WNIDS[1]}.tar: (cut short within|not a readable tar archive)"),
+    (break_header, f"{WNIDS[0]}.tar: damaged at byte "),
+    (cut_header, f"{WNIDS[0]}.tar: damaged at byte "),
     (twice, f"n01440764_0.JPEG of class {WNIDS[0]} is there twice"),
     (lambda root: append(root / LAST, "a.cls", b"1000"), "a.cls holds b'1000', expected a class index from 0 to 999"),
     (lambda root: append(root / LAST, "a.JPEG", b"x", "w:gz"), f"{WNIDS[2]}.tar: not a readable tar archive"),

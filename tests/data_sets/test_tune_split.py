@@ -158,6 +158,7 @@ def drop_images(root):
         (drop_class, r"prepare_data\.small\.expected\.classes: 3 expected, .*pictures holds 2; complete the data"),
         (drop_images, r"pictures/train: class 'cat' has 3 training images, .*images_per_class is 3; make it smaller"),
         (lambda root: shutil.copytree(root / "test", root / "tune"), r"pictures/tune: is there, .*; move it away, or"),
+        (lambda root: shutil.copytree(root / "test", root / "tuning"), r"pictures/tuning: is there, .*; move it away"),
         (lambda root: (root / "test").rename(root / "val"), r"expected\.val: 0 expected, .*pictures holds 6; complete"),
         (lambda root: shutil.rmtree(root / "test"), r"pictures/val: no such folder; lay the data out as .* or test/"),
     ],

@@ -94,6 +94,15 @@ def test_two_pictures_of_one_name_are_refused_and_an_unfinished_split_is_in_nobo
     assert set(split(tmp_path, source)) == before | {"cat/a/b.png"}
 
 
+def test_an_unreadable_picture_is_refused_where_no_training_replaces_it(tmp_path):
+    for split in ("train", "val"):
+        cut(draw(tmp_path / "pets" / split, {"cat": 4, "dog": 4}) / "dog/002.png")
+    with pytest.raises(UserError, match=r"pets/val/dog/002\.png: unreadable"):
+        prepare_own(f"folder:{tmp_path / 'pets'}", Paths(tmp_path / "checkout"), Runtime(data_roots={}))
+    draw(tmp_path / "pets/val", {"cat": 4, "dog": 4})
+    prepare_own(f"folder:{tmp_path / 'pets'}", Paths(tmp_path / "checkout"), Runtime(data_roots={}))
+
+
 def test_a_csv_names_files_and_labels(tmp_path):
     draw(tmp_path / "scans", {"a": 4, "b": 4})
     rows = [f"scans/{name}/{i:03d}.png,{label}" for name, label in (("a", "cat"), ("b", "dog")) for i in range(4)]

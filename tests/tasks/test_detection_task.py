@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from repro.core.errors import UserError
 from repro.core.ranks import Ranks
@@ -204,6 +205,25 @@ def test_of_masks_that_overlap_the_one_with_the_highest_score_is_on_top(shown):
     drawn = np.asarray(draw(torch.full((3, 64, 64), 90, dtype=torch.uint8), shown, ["square", "disc"], min_score=0.3))
     above, both, below = drawn[8 * 30 + 4, 8 * 50 + 4], drawn[8 * 56 + 4, 8 * 50 + 4], drawn[8 * 56 + 4, 8 * 14 + 4]
     assert np.array_equal(above, both) and not np.array_equal(both, below) and np.ptp(below.astype(int)) > 40
+
+
+class Largest(TorchDispatchMode):
+    """Record the bytes of the largest tensor that is made."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        self.bytes = max(self.bytes, made.nbytes if isinstance(made, torch.Tensor) else 0)
+        return made
+
+
+def test_a_drawing_takes_no_more_memory_than_the_masks():
+    rows = [(1, 0.9 - 0.01 * place, 20 * place, 8, 22, 26) for place in range(20)]
+    found = detections(*rows, size=(512, 512))
+    with Largest() as largest:
+        draw(torch.zeros(3, 512, 512, dtype=torch.uint8), found, ["square"])
+    assert largest.bytes <= found["masks"].nbytes
 
 
 def test_the_truth_is_drawn_whole(shown):

@@ -298,6 +298,9 @@ def test_an_inception_file_is_known_by_its_hash(inception, tmp_path):
     drawn, real = torch.randint(0, 256, (2, 3, 1, 8, 8), dtype=torch.uint8)
     scores = compare_tallies(tally(judge, drawn), tally(judge, real))
     assert scores["fid"] >= 0 and scores["sfid"] is None and "no layer mixed_6" in scores["sfid_reason"]
+    for pair in ((drawn, real[:1]), (drawn[:1], real)):
+        alone = compare_tallies(*(tally(judge, pictures) for pictures in pair))
+        assert alone["fid"] is None and alone["fid_reason"] == "needs 2 pictures of each"
     for wanted in (None, "0123456789abcdef", judge.hash[:8]):
         with pytest.raises(UserError, match=f"has SHA-256 {judge.hash}"):
             Inception(tmp_path / "inception.pt", CPU, wanted)

@@ -42,6 +42,18 @@ def test_areas_are_added_up_over_images_before_any_quotient():
     assert confusion == [[31 * n for n in row] for row in ([16, 4, 0, 0], [0, 36, 8, 0], [0, 0, 0, 0], [0, 0, 0, 0])]
 
 
+def test_more_pixels_than_fp32_counts_are_counted():
+    """Of 4100 columns of one class, one is taken for another."""
+    label = torch.zeros(1, 4100, 4100, dtype=torch.uint8)
+    predicted = label[0].clone()
+    predicted[:, 0] = 1
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # each thread would have a counter of its own
+    metrics, iou, _ = score_areas(lambda image, size: predicted, [(None, label)], 2)
+    torch.set_num_threads(threads)
+    assert metrics["aacc_percent"] == pytest.approx(100 * 4099 / 4100, abs=1e-9) == iou[0]
+
+
 def open_pairs(root, split="train", training=False):
     return AdeSegmentation(AdePairs(root, split), SETTINGS, training=training)
 
@@ -97,6 +109,9 @@ def test_batches_are_split_and_named(task):
     with pytest.raises(UserError, match="two images in a forward pass"):
         task.split(batch, 2)
     task.ranks = Ranks(world_size=2)
+    with pytest.raises(UserError, match="two images in a forward pass"):
+        task.split(batch, 2)
+    task.device = torch.device("cuda")
     assert len(task.split(batch, 2)) == 2  # batch norm then sees all ranks
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+import torch
 from matplotlib.font_manager import findfont
 from PIL import Image
 from torch import Tensor
@@ -37,8 +38,11 @@ def draw(image: Tensor, detections: Detections, names: Sequence[str], min_score:
     if scores is not None:
         texts = [f"{text} {score:.2f}" for text, score in zip(texts, scores[shown].tolist(), strict=True)]
     # where masks overlap, the first one is on top: it has the highest score
-    covered = masks.cumsum(0) - masks.long() > 0
-    image = draw_segmentation_masks(image, masks & ~covered, alpha=0.45, colors=colours)
+    free = torch.ones_like(masks[0])
+    for mask in masks:  # in place, since the masks of many objects on a large photo take gigabytes
+        mask &= free
+        free &= ~mask
+    image = draw_segmentation_masks(image, masks, alpha=0.45, colors=colours)
     side = min(image.shape[1:])
     # matplotlib ships this font
     font = {"font": findfont("DejaVu Sans"), "font_size": side // 36, "label_colors": "white"}

@@ -249,12 +249,15 @@ def compare_tallies(drawn: Tally, real: Tally | None) -> dict[str, Any]:
     logits = drawn.inception.logits(features) if drawn.inception else None
     unjudged = no_real or no_judge or (None if real.judge else "the real pictures have no classes")
     no_pair = no_file or no_real
+    # a published Gaussian is of a whole data set, however few pictures come with it
+    counts = [tally.seen for tally in (drawn, real) if not no_pair and isinstance(tally.moments["fid"], Moments)]
+    single = no_pair or (None if min(counts) > 1 else "needs 2 pictures of each")
     few = no_pair or (None if min(drawn.seen, real.seen) > NEIGHBOURS else f"needs {NEIGHBOURS + 1} pictures of each")
     reasons = {
         "judged_percent": no_judge,
         "real_judged_percent": unjudged,
-        "fid": no_pair,
-        "sfid": no_pair or (None if "sfid" in drawn.moments else f"the Inception file has no layer {SPATIAL_LAYER}"),
+        "fid": single,
+        "sfid": single or (None if "sfid" in drawn.moments else f"the Inception file has no layer {SPATIAL_LAYER}"),
         "inception_score": no_file
         or (None if logits is not None else f"the Inception file has no linear layer {OUTPUT_LAYER}"),
         "precision": few,

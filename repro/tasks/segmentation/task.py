@@ -67,10 +67,10 @@ class Segmentation(Task):
         """Split a batch into equal parts.
 
         Raises:
-            UserError: a part would be a single image on a single process: pyramid pooling then leaves batch norm one
-                value.
+            UserError: a part would be a single image, and no other process shares its batch norm, as on GPUs: pyramid
+                pooling then leaves batch norm one value.
         """
-        if len(batch[0]) == parts and self.ranks.world_size == 1:
+        if len(batch[0]) == parts and (self.ranks.world_size == 1 or self.device.type != "cuda"):
             raise UserError(
                 "UperNet's batch norm needs two images in a forward pass; raise runtime.micro_batch or batch_size"
             )
@@ -126,20 +126,20 @@ def score_areas(
         `held_out_images`; the IoU of each class in percent, None where it occurs in neither labels nor predictions; and
         the pixel counts (true class, predicted class).
     """
-    areas, images = torch.zeros(4, num_classes, dtype=torch.float64), 0
-    pixels = torch.zeros(num_classes**2, dtype=torch.float64)
+    pixels, images = torch.zeros(num_classes**2, dtype=torch.int64), 0
     for image, (label,) in batches:
         predicted = predict(image, tuple(label.shape)).cpu()
-        areas += torch.stack(mmseg.evaluation.IoUMetric.intersect_and_union(predicted, label, num_classes, IGNORED))
         labelled = label != IGNORED
         pairs = label[labelled].long() * num_classes + predicted[labelled].long()
         pixels += torch.bincount(pairs, minlength=num_classes**2)
         images += 1
-    *sums, images = ranks.sum([*areas.flatten().tolist(), *pixels.tolist(), images])
-    sums, counts = sums[: areas.numel()], torch.tensor(sums[areas.numel() :]).long().view(num_classes, num_classes)
-    # summed areas: intersection, union, predicted, labelled
-    found = mmseg.evaluation.IoUMetric.total_area_to_metrics(*torch.tensor(sums, dtype=torch.float64).view(4, -1))
+    *pixels, images = ranks.sum([*pixels.tolist(), images])
+    counts = torch.tensor(pixels, dtype=torch.float64).view(num_classes, num_classes)
+    # not by mmsegmentation's intersect_and_union, whose fp32 counters stop at 2^24 pixels
+    shared, labelled, predicted = counts.diag(), counts.sum(1), counts.sum(0)
+    union = labelled + predicted - shared
+    found = mmseg.evaluation.IoUMetric.total_area_to_metrics(shared, union, predicted, labelled)
     means = {"miou_percent": "IoU", "macc_percent": "Acc", "aacc_percent": "aAcc"}
     metrics = {name: 100 * float(np.nanmean(found[key])) for name, key in means.items()}
     iou = [None if np.isnan(value) else 100 * float(value) for value in found["IoU"]]
-    return metrics | {"held_out_images": int(images)}, iou, counts.tolist()
+    return metrics | {"held_out_images": int(images)}, iou, counts.long().tolist()
