@@ -7,11 +7,13 @@ import tempfile
 import warnings
 import zlib
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from typing import Any
 
 import torch
 import triton
 from torch.nn import Parameter
+from torch.torch_version import TorchVersion
 
 from .dispatch import find_gpu
 
@@ -55,6 +57,8 @@ def dtype_obstacle(leading: str, dtype: torch.dtype, dtypes: Sequence[torch.dtyp
         return f"{leading} is {dtype}, expected one of {', '.join(map(str, dtypes))}"
     if INTERPRETED and dtype == torch.bfloat16:
         return f"{leading} is torch.bfloat16, which Triton's interpreter does not have; expected torch.float32 or torch.float16"
+    if INTERPRETED and TorchVersion(triton.__version__) < (3, 7) and TorchVersion(version("numpy")) >= (2, 4):
+        return f"the interpreter of Triton {triton.__version__} runs no loops with NumPy {version('numpy')}; take numpy<2.4"
     return None
 
 

@@ -9,6 +9,7 @@ import typer
 from repro.bench.params import EfficiencyParams, SweepParams, parse_image_sizes, parse_names
 from repro.bench.sweep import FAMILIES, PAIR, SIZES
 from repro.core.config import load_section
+from repro.core.errors import UserError
 from repro.core.paths import find_root
 from repro.core.runtime import load_runtime
 
@@ -67,6 +68,8 @@ def command(
     results/speed/<device>.csv, with figures in artifacts/; a call after an interruption goes on.
     """
     started = time.monotonic()
+    if compile and graphs:
+        raise UserError("efficiency: --compile and --graphs: both compile the models; take one of them")
     paths = find_root()
     runtime = load_runtime(paths)
     given = {

@@ -32,10 +32,10 @@ def ms_deform_attn(
     weights are used without a softmax: the one over all points of all levels belongs to the layer.
 
     Coordinates, samples and sums are fp32 (fp64 for fp64 inputs), whatever the dtype and under autocast. Inputs are not
-    written to. NaN or infinity in a location or a weight fills the output of its query and head with NaN. Only the
-    inputs are kept for the backward pass. Every tensor has a gradient; second derivatives need the reference backend.
-    The derivative with respect to locations exists almost everywhere; where a point lies on a pixel's row or column, it
-    is the one from the right.
+    written to. NaN in a location or a weight, or infinity in a location, fills the output of its query and head with
+    NaN; an infinite weight leaves no finite value there. Only the inputs are kept for the backward pass. Every tensor
+    has a gradient; second derivatives need the reference backend. The derivative with respect to locations exists
+    almost everywhere; where a point lies on a pixel's row or column, it is the one from the right.
 
     Args:
         value: (B,S,M,C), of one dtype: fp64, fp32, bf16 or fp16. The levels' maps row by row, one after the other, S =

@@ -188,7 +188,7 @@ def measure_memory(cases: Cases, device: torch.device) -> list[dict[str, Any]]:
     """Return the rows of the peak memory of both passes above the inputs, for Appendix B.
 
     There are two, of the reference under autograd and of the kernels, with 8 samples of the shape of the goals. One
-    that does not fit has the status `oom`.
+    that does not fit has the status `oom`, and one that breaks `failed`.
     """
     sizes = _memory_sizes(cases)
     rows = []
@@ -206,4 +206,6 @@ def measure_memory(cases: Cases, device: torch.device) -> list[dict[str, Any]]:
         except torch.cuda.OutOfMemoryError as error:
             torch.cuda.empty_cache()
             rows.append(row | {"status": "oom"} | failure(error))
+        except Exception as error:  # as in `measure`
+            rows.append(row | {"status": "failed"} | failure(error))
     return rows

@@ -66,7 +66,7 @@ def run_sweep(
         UserError: a model or device that does not exist here, CUDA graphs without a GPU or in training, or a damaged
             file.
         Interrupted: Ctrl-C; the rows measured so far are kept.
-        RunError: no row could be measured.
+        RunError: the process of every row broke.
     """
     device, label = _open_device(runtime)
     params = params.with_defaults(device.type)
@@ -95,8 +95,8 @@ def run_sweep(
                 _draw_figures(sheet.rows, paths.root / "artifacts" / "speed" / slug, label)
             else:
                 print("no figures: matplotlib is not installed")
-    if not (sheet.rows or schedule.left_out):
-        raise RunError("efficiency: nothing was measured")
+    if not (schedule.left_out or any(sheet.find(spec, run + 1) for spec in specs for run in range(params.runs))):
+        raise RunError(f"efficiency: every row failed; {file.relative_to(paths.root)} has the reasons")
     print(f"{len(sheet.rows)} rows in {file.relative_to(paths.root)}")
     if not schedule.left_out:
         state.finish()
@@ -136,9 +136,13 @@ def _open_device(runtime: Runtime) -> tuple[torch.device, str]:
 
 
 def _draw_figures(rows: list[dict[str, Any]], folder: Path, label: str) -> None:
-    """Draw Fig. 6 and the panels of Fig. 1 for each size, batch size, dtype, mode and compilation that was measured."""
+    """Draw Fig. 6 and the panels of Fig. 1 for each size, batch size, dtype, mode and compilation that was measured.
+
+    Rows of another label, as of other threads, are left out.
+    """
     from .figures import LABELS, against_resolution, at_largest
 
+    rows = [row for row in rows if row["device"] == label]
     for (batch_size, dtype, mode, compiled), group in group_rows(mark_host(pool_runs(rows))).items():
         for size in SIZES:
             series = family_rows(group, size)

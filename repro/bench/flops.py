@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
-from timm.models.vision_transformer import VisionTransformer
+from timm.layers import Mlp
+from timm.models.vision_transformer import Block, VisionTransformer
 from torch.utils.flop_counter import flop_registry
 
 from kernels.custom_op import SeesParts
@@ -108,6 +109,8 @@ def _is_plain_vit(model: torch.nn.Module) -> bool:
     if type(model) is not VisionTransformer or not model.blocks:
         return False
     block = model.blocks[0]
+    if type(block) is not Block or type(block.mlp) is not Mlp:
+        return False
     extras = (
         block.ls1,
         block.attn.q_norm,

@@ -102,7 +102,7 @@ def run_forms(paths: Paths, runtime: Runtime, params: FormsParams = FormsParams(
 
     A row has one setting, learner, form, mode and number of tokens. `tokens_m_per_s` counts a token once for each head,
     as the paper does. Rows with the setting `BACKBONE` measure the whole Vittt-T with a learner, on an image of so many
-    tokens. The next call continues an interrupted measurement.
+    tokens. The next call continues an interrupted measurement, with the same number of threads.
 
     Raises:
         RunError: a measuring process failed.
@@ -116,7 +116,8 @@ def run_forms(paths: Paths, runtime: Runtime, params: FormsParams = FormsParams(
     state.save()
     here = {"device": device_label(device, runtime.threads), "torch_version": installed_version("torch")}
     here["commit"] = label_commit(paths.root)
-    rows = {_identify(row): row for row in read_forms(file) if (row["measured"] or "") >= state.began}
+    found = (row for row in read_forms(file) if row["device"] == here["device"])
+    rows = {_identify(row): row for row in found if (row["measured"] or "") >= state.began}
 
     def add(new: Sequence[Mapping[str, Any]]) -> None:
         rows.update({_identify(row): {**row, **here, "measured": read_clock()} for row in new})

@@ -264,9 +264,8 @@ def run_bench(
         wanted += [(cases.NAME, key) for key in planned]
         todo = {key: step for key, step in planned.items() if not is_done(cases.NAME, key)}
         if todo and _left(deadline) > 0:
-            right = check.compare(
-                cases, "before it is timed", cases.TYPICAL, "bf16", seeds=[0], device=device, poisoned=False
-            )
+            what, how = "before it is timed", {"seeds": [0], "device": device, "poisoned": False}
+            right = check.check_one(cases, what, check.compare, (cases, what, cases.TYPICAL, "bf16"), how)
             if not right["passed"]:
                 raise RunError(f"kernels bench: {format_check(right)}; run `repro kernels check --op {cases.NAME}`")
         for key, step in todo.items():
@@ -278,7 +277,8 @@ def run_bench(
             _write_bench(path, rows.values())
             print(format_bench(row), flush=True)
         memory_keys = bench.list_memory_keys(cases) if cases.NAME == "ttt_linear" else []
-        if all(_is_since(rows.get((cases.NAME, key)), since) for key in memory_keys):
+        wanted += [(cases.NAME, key) for key in memory_keys]
+        if all(is_done(cases.NAME, key) for key in memory_keys):
             continue
         if _left(deadline) <= 0:
             left += len(memory_keys)
@@ -310,6 +310,7 @@ def bench_against(paths: Paths, base: str, op: str | None = None, *, compared: b
         UserError: no such commit; or see `run_bench`.
         RunError: the kernels of the other commit cannot be timed; or see `run_bench`.
     """
+    began = read_clock()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "base"
         if ask(["git", "worktree", "add", "--detach", str(folder), base], paths.root) is None:
@@ -320,12 +321,11 @@ def bench_against(paths: Paths, base: str, op: str | None = None, *, compared: b
             code = subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": str(folder)}).returncode
             if code:
                 raise RunError(f"kernels bench: --base {base}: its own `kernels bench` ended with exit code {code}")
-            before = _read_own(Paths(folder), op)
+            before = _read_own(Paths(folder), op, began)
         finally:
             ask(["git", "worktree", "remove", "--force", str(folder)], paths.root)
-    began = read_clock()
     run_bench(paths, op, compared=compared, began=began)
-    after = {key: row for key, row in _read_own(paths, op).items() if _is_since(row, began)}
+    after = _read_own(paths, op, began)
     print_table(
         ["operator, sizes, passes", f"{base}: ms (20 %, 80 %)", "here", "times as fast"],
         [
@@ -336,18 +336,18 @@ def bench_against(paths: Paths, base: str, op: str | None = None, *, compared: b
     )
 
 
-def _read_own(paths: Paths, op: str | None) -> dict[str, Row]:
-    """Return "operator, sizes, passes" -> row of our Triton kernels on this machine's GPU, for `kernels bench --base`.
+def _read_own(paths: Paths, op: str | None, began: str) -> dict[str, Row]:
+    """Return "operator, sizes, passes" -> row of our Triton kernels on this machine's GPU since `began`.
 
-    It reads the file of this checkout, or of the work tree in which the other revision was measured.
+    It reads the file of this checkout, or of the work tree in which the other revision was measured, which also has the
+    rows that were committed there.
     """
     import torch
 
     rows = read_bench(paths.speed / f"kernels/{device_slug(torch.device('cuda'))}.csv")
-    mine = (
-        row for row in rows if row["implementation"] == "triton" and op in (None, row["operator"]) and row["median_ms"]
-    )
-    return {f"{row['operator']}, {_sizes(row)}, {row['passes']}": row for row in mine}
+    mine = (row for row in rows if row["implementation"] == "triton" and op in (None, row["operator"]))
+    new = (row for row in mine if row["median_ms"] and _is_since(row, began))
+    return {f"{row['operator']}, {_sizes(row)}, {row['passes']}": row for row in new}
 
 
 def _show_times(row: Row) -> str:

@@ -228,7 +228,7 @@ def parse_image_sizes(text: str) -> tuple[int, ...]:
                 listed = ", ".join(map(str, IMAGE_SIZES))
                 refuse(part, f"contains none of {listed}; give single numbers, or a step as in 64..192:32")
             found |= sides
-        elif part.isdigit():
+        elif part.isdecimal():
             found.add(int(part))
         else:
             refuse(repr(part), "not an image size; write 224, 224,512, 224..1280 or 224..1280:128")

@@ -80,8 +80,12 @@ class ProbeLines:
         self.lines = [line for line in self.lines if line["section"] != name]
         print(f"{name} (at most {limit_s:.0f} s)", flush=True)
 
+        over, is_late = f"over its limit of {limit_s:g} s", False
+
         def stop(*_: Any) -> None:
-            raise TimeoutError(f"over its limit of {limit_s:g} s")
+            nonlocal is_late
+            is_late = True  # torch.compile raises an error of its own in place of this one
+            raise TimeoutError(over)
 
         before = signal.signal(signal.SIGALRM, stop)
         signal.setitimer(signal.ITIMER_REAL, limit_s)
@@ -91,8 +95,8 @@ class ProbeLines:
             self.say("complete", 1.0)
         except Exception as error:
             said = next(iter(str(error).strip().splitlines()), "no message")
-            measure = "cut" if is_cut and isinstance(error, TimeoutError) else "complete"
-            self.say(measure, None, reason=f"{type(error).__name__}: {said[:200]}")
+            reason = over if is_late else f"{type(error).__name__}: {said[:200]}"
+            self.say("cut" if is_cut and is_late else "complete", None, reason=reason)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)

@@ -91,9 +91,13 @@ class Sheet:
         self.rows = read_rows(path)
 
     def find(self, spec: RowSpec, run: int) -> Row | None:
-        """Return the row of a spec and run that was measured on this device since `began`; None without one."""
+        """Return the row of a spec and run that was measured on this device since `began`; None if there is none.
+
+        A row whose process broke is none: a continued measurement repeats it.
+        """
         what = (row_key(vars(spec)), run)
-        return next((row for row in self.rows if self._counts(row) and (row_key(row), row["run"]) == what), None)
+        counted = (row for row in self.rows if self._counts(row) and row["status"] != "failed")
+        return next((row for row in counted if (row_key(row), row["run"]) == what), None)
 
     def add(self, spec: RowSpec, run: int, row: Mapping[str, Any]) -> Row:
         """Add a row, remove the old ones with the same key, write the file, and return the row as added."""

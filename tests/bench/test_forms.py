@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from repro.bench import forms
 from repro.bench.forms import FormsParams, Setting, compare_forms, read_forms, run_forms
 from repro.core.paths import Paths
 from repro.core.runtime import Runtime
@@ -47,6 +48,27 @@ def test_a_row_says_what_was_measured(metrics):
         assert row["tokens_m_per_s"] == pytest.approx(row["tokens"] * row["heads"] / row["latency_ms"] / 1e3)
         assert row["chunk_size"] == (4 if row["learner"].startswith("vittt") else 8)
     assert all(row["ratio"] > 0 for row in metrics["ratios"])
+
+
+def test_rows_of_another_number_of_threads_are_measured_again(tmp_path, monkeypatch):
+    """The first call is stopped at its third row; the next one has two threads."""
+    measured = []
+
+    def measure(step, backend, side, device, runtime):
+        measured.append(runtime.threads)
+        if len(measured) == 3:
+            raise KeyboardInterrupt
+        return {"latency_ms": 1.0, "samples_ms": [1.0]}
+
+    monkeypatch.setattr(forms, "_measure_backbone", measure)
+    monkeypatch.setattr("torch.set_num_threads", lambda threads: None)
+    params = FormsParams(settings=(), image_sizes=(32,))
+    with pytest.raises(KeyboardInterrupt):
+        run_forms(Paths(tmp_path), Runtime(device="cpu", threads=1, data_roots={}), params)
+    run_forms(Paths(tmp_path), Runtime(device="cpu", threads=2, data_roots={}), params)
+    (file,) = tmp_path.glob("results/speed/forms/*.csv")
+    assert measured == [1] * 3 + [2] * len(forms.BACKBONES)
+    assert len({row["device"] for row in read_forms(file)}) == 1
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ def test_image_sizes(text, sides):
         ("230..300", "230..300: contains none of 224, "),
         ("224..300:0", "a step of 0 leads nowhere"),
         ("big", "'big': not an image size; write 224, "),
+        ("224²", "'224²': not an image size; write 224, "),
     ],
 )
 def test_refused_image_sizes(text, message):

@@ -5,12 +5,18 @@ import dataclasses
 from unittest.mock import Mock
 
 import pytest
+import torch
 
+from repro.bench import efficiency
 from repro.bench import rows as module
+from repro.bench.params import SweepParams
 from repro.bench.rows import COLUMNS, Sheet, make_schedule, read_rows, share_finder
 from repro.bench.speed import RowSpec
 from repro.bench.sweep import RowSchedule
+from repro.bench.unfinished import read_clock
 from repro.core.errors import RunError, UserError
+from repro.core.paths import Paths
+from repro.core.runtime import Runtime
 
 VITTT, DEIT = "vittt_tiny_patch16_224", "deit_tiny_patch16_224"
 
@@ -138,6 +144,22 @@ def test_a_broken_process_is_a_row_or_the_end(measured, sheet):
     assert [row["status"] for row in sheet.rows] == ["failed"] * 2
     assert {row["num_params"] for row in sheet.rows if row["model"] == DEIT} == {5_717_416 - 192 * 192}
     assert {row["reason"] for row in sheet.rows} == {"signal 6"}
+
+
+def test_a_sweep_whose_rows_all_fail_is_an_error_and_is_measured_again(measured, tmp_path, monkeypatch):
+    monkeypatch.setattr(efficiency, "_open_device", lambda runtime: (torch.device("cpu"), "cpu: made up"))
+    params, began = SweepParams(image_sizes=(32,), families=("vittt",), sizes=("T",)), read_clock()
+
+    def sweep():
+        return efficiency.run_sweep(params, Paths(tmp_path), Runtime(data_roots={}), began=began)
+
+    measured.broken = {VITTT}
+    with pytest.raises(RunError):
+        sweep()
+    measured.broken = set()
+    assert sweep() and sweep() and len(measured.specs) == 2
+    (file,) = tmp_path.glob("results/speed/*.csv")
+    assert [row["status"] for row in read_rows(file)] == ["ok"]
 
 
 def test_a_row_that_cannot_run_is_found_before_any_is_measured(measured, sheet):

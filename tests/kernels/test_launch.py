@@ -77,6 +77,18 @@ def launch(kernel, config=None, grid=(1,), **arguments):
     return kernel.calls
 
 
+@pytest.mark.parametrize(
+    ("triton_version", "numpy_version", "is_refused"),
+    [("3.6.0", "2.4.1", True), ("3.6.0", "2.3.5", False), ("3.7.0", "2.4.1", False)],
+)
+def test_an_interpreter_that_numpy_breaks_is_refused(monkeypatch, triton_version, numpy_version, is_refused):
+    monkeypatch.setattr(triton_launch, "INTERPRETED", True)
+    monkeypatch.setattr(triton, "__version__", triton_version)
+    monkeypatch.setattr(triton_launch, "version", {"numpy": numpy_version}.get)
+    obstacle = triton_launch.dtype_obstacle("q", torch.float32, [torch.float32])
+    assert (obstacle is not None) == is_refused
+
+
 @pytest.mark.parametrize("other", [{"name": "NVIDIA H200"}, {"multi_processor_count": 114}])
 def test_the_tuner_s_key_has_the_kind_of_gpu(kernel, other):
     """Two of one architecture share files on disk, whose names have what the tuner's key has."""

@@ -3,6 +3,7 @@
 import json
 import shutil
 import subprocess
+from unittest.mock import Mock
 
 import pytest
 
@@ -127,7 +128,7 @@ def test_a_failed_check_is_made_again_at_another_commit(bare_checkout, check_row
     began = read_clock()
     check_rows([{"operator": "bi_wkv", "check": "default config", **PASSED, "passed": False}])
     for commit in ("a", "a", "b"):
-        monkeypatch.setattr(kernels, "current_commit", lambda root, commit=commit: commit)
+        monkeypatch.setattr(kernels, "label_commit", lambda root, commit=commit: commit)
         with pytest.raises(RunError, match="1 of 1 checks failed"):
             kernels.check_kernels(find_root(), "bi_wkv", began=began)
     assert capsys.readouterr().out.count("FAILED: ") == 2
@@ -180,33 +181,50 @@ def test_a_bench_goes_on_with_what_failed_and_with_the_rows_of_memory(bare_check
         assert made == ["copy", "triton", "triton", "memory"]
 
 
+def test_a_bench_whose_check_breaks_off_says_so(bare_checkout, monkeypatch):
+    """As kernels do that do not compile."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(kernels, "device_slug", lambda device: "gpu")
+    monkeypatch.setattr(kernels, "device_label", lambda device: "cuda: GPU")
+    monkeypatch.setattr("kernels.tools.check.compare", Mock(side_effect=RuntimeError("no image")))
+    with pytest.raises(RunError, match="no image"):
+        kernels.run_bench(find_root(), "bi_wkv")
+
+
 AUTHOR = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
 
 
-def write_times(root, **ms):
-    """The rows of `kernels bench` in a checkout: tokens -> median, whose ranges are 10 % to both sides."""
+NOW, EARLIER = "2001-01-01T00:00:00+00:00", "2000-01-01T00:00:00+00:00"
+
+
+def write_times(root, old=None, **ms):
+    """The rows of `kernels bench` in a checkout: tokens -> median, whose ranges are 10 % to both sides; one may be old."""
     rows = [
-        TIMED | {"tokens": int(name[1:]), "median_ms": x, "p20_ms": 0.9 * x, "p80_ms": 1.1 * x}
+        TIMED
+        | {"tokens": int(name[1:]), "median_ms": x, "p20_ms": 0.9 * x, "p80_ms": 1.1 * x}
+        | {"measured": EARLIER if name == old else NOW}
         for name, x in ms.items()
     ]
-    kernels._write_bench(root / "results/speed/kernels/gpu.csv", [row | {"measured": read_clock()} for row in rows])
+    kernels._write_bench(root / "results/speed/kernels/gpu.csv", rows)
 
 
 @pytest.fixture
 def two_commits(bare_checkout, monkeypatch):
     """A repository whose first commit times its kernels as it says there, and a bench here that finds others."""
     monkeypatch.setattr(kernels, "device_slug", lambda device: "gpu")
+    monkeypatch.setattr(kernels, "read_clock", lambda: NOW)
     for name in ("repro", "kernels", "stages"):
         (bare_checkout / name).unlink()  # a link to this code, which the next lines would write over
     (bare_checkout / "repro").mkdir()
     (bare_checkout / "repro/__main__.py").write_text(
         "import shutil, sys; print(sys.argv[1:]); shutil.copytree('kept', 'results')"
     )
-    write_times(bare_checkout, t192=2.0, t384=2.0, t576=1.0)
+    write_times(bare_checkout, old="t768", t192=2.0, t384=2.0, t576=1.0, t768=2.0)
     (bare_checkout / "results").rename(bare_checkout / "kept")
     for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "first"]):
         subprocess.run(["git", *AUTHOR, *words], cwd=bare_checkout, check=True)
-    monkeypatch.setattr(kernels, "run_bench", lambda *given, **more: write_times(bare_checkout, t192=1.0, t384=1.9))
+    here = {"t192": 1.0, "t384": 1.9, "t768": 1.0}
+    monkeypatch.setattr(kernels, "run_bench", lambda *given, **more: write_times(bare_checkout, **here))
     return bare_checkout
 
 
@@ -215,7 +233,7 @@ def test_another_commit_is_timed_by_its_own_code(two_commits, capfd):
     out = capfd.readouterr().out
     assert "['kernels', 'bench', '--op', 'bi_wkv']" in out
     lines = [line for line in out.splitlines() if line.startswith("bi_wkv")]
-    # a shape that only one of both has is left out; ranges that overlap leave it open
+    # a shape that only one of both has measured now is left out; ranges that overlap leave it open
     assert [("T 192" in line, line.split()[-1]) for line in lines] == [(True, "2.00"), (False, "open")]
     left = subprocess.check_output(["git", "worktree", "list"], cwd=two_commits).splitlines()
     assert "1.05" in lines[1] and len(left) == 1

@@ -78,6 +78,7 @@ COMMANDS = {
     "detect --data coco:rooms --model resnet18.nosuchtag": "--model resnet18.nosuchtag tag",
     "pretrain --data folder:rooms/images --model dit3_nano_patch4": "--model dit3_nano_patch4 classifier",
     "efficiency --batch-size 0": "--batch-size 1",
+    "efficiency --compile --graphs": "--compile --graphs",
     "efficiency --batches 2": "--batches --batch-size --help",
     "efficiency --minutes 0": "--minutes 0.1",
     "efficiency --mode test": "--mode",
