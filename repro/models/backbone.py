@@ -338,10 +338,11 @@ def call_scans(layers: Sequence[nn.Module], parts: Sequence[Tensor], count: int)
     return torch.cat([first, *(out.flip(1) for out in others)], -1)
 
 
-def default_cfg(input_size: int) -> dict[str, Any]:
-    """Return the entries of timm's configuration that differ from its defaults; `input_size` is a side in pixels."""
+def default_cfg(input_size: int, crop_pct: float = 0.875) -> dict[str, Any]:
+    """Return a model's entries of timm's configuration; `input_size` is a side in pixels."""
     shape = (3, input_size, input_size)
-    return {"input_size": shape, "first_conv": "patch_embed", "classifier": "head", "license": "apache-2.0"}
+    names = {"first_conv": "patch_embed", "classifier": "head", "license": "apache-2.0"}
+    return {"input_size": shape, "crop_pct": crop_pct} | names
 
 
 def rename_prefixes(state_dict: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict[str, Tensor]:
@@ -412,19 +413,20 @@ def create(model_class: type[nn.Module], variant: str, pretrained: bool, **kwarg
 def register_sizes(model_class: type[nn.Module], sizes: Mapping[str, Mapping[str, Any]], **names: str) -> None:
     """Register a family with timm, without weights.
 
-    `sizes` maps the name of each model to the arguments that build it. `names` replaces `first_conv` or `classifier` of
-    `default_cfg`. Models are registered under the module of the class, where `weights.translate_official` looks
+    `sizes` maps the name of each model to the arguments that build it, and to the `crop_pct` of the release's
+    evaluation if it is not 0.875. `names` replaces `first_conv` or `classifier` of `default_cfg`. Models are registered under the module of the class, where `weights.translate_official` looks
     for `official_state_dict`. An entry without `img_size` is registered for 224 pixels, which must be the default of
     the class.
     """
     module = model_class.__module__
     configs = {
-        f"{name}.untrained": default_cfg(options.get("img_size", 224)) | names for name, options in sizes.items()
+        f"{name}.untrained": default_cfg(options.get("img_size", 224), options.get("crop_pct", 0.875)) | names
+        for name, options in sizes.items()
     }
     # before `_register`: timm reads the configurations when a model is registered, and a model may have none
     sys.modules[module].default_cfgs = generate_default_cfgs(configs)
     for name, options in sizes.items():
-        _register(model_class, name, module, options)
+        _register(model_class, name, module, {key: value for key, value in options.items() if key != "crop_pct"})
 
 
 def _register(model_class: type[nn.Module], name: str, module: str, options: Mapping[str, Any]) -> None:
