@@ -271,7 +271,7 @@ def require_same_architecture(checkpoint: Checkpoint, name: str, options: Mappin
         UserError: naming the difference.
     """
     where = checkpoint.require_classifier().where
-    if checkpoint.model != name:
+    if checkpoint.model.partition(".")[0] != name.partition(".")[0]:  # whatever tags of timm's they have
         raise UserError(f"{where}: holds weights of {checkpoint.model}, not of {name}")
     if checkpoint.is_own:
         theirs, ours = (_architecture(each) for each in (checkpoint.options, options))
