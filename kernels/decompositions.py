@@ -105,23 +105,36 @@ def bi_wkv_by_scan(
 def _conv2d(x, weight, bias=None, stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1):
     """Compute a convolution; if `groups` depends on the batch size, compute a sum over shifted images.
 
-    Such a convolution is depth-wise, with a window for each image of the batch. ONNX requires a constant `groups`.
+    Such a convolution has windows of its own for each image of the batch. ONNX requires a constant `groups`.
     """
     if not isinstance(groups, torch.SymInt):
         return torch.convolution(x, weight, bias, stride, padding, dilation, False, (0, 0), groups)
-    height, width = weight.shape[-2:]
-    return sum(shifted * weight[:, 0, i, j, None, None] for i, j, shifted in _shifts(x, height, width, padding))
+    channels, height, width = weight.shape[1:]
+    shifts = _shifts(x, height, width, padding)
+    if channels == 1:
+        return sum(shifted * weight[:, 0, i, j, None, None] for i, j, shifted in shifts)
+    windows = weight.unflatten(0, (-1, channels))
+    products = (
+        torch.einsum("bgchw,goc->bgohw", shifted.unflatten(1, (-1, channels)), windows[..., i, j])
+        for i, j, shifted in shifts
+    )
+    return sum(products).flatten(1, 2)
 
 
 def _convolution_backward(
     dout, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask
 ):
-    """Compute the weight's gradient of `_conv2d`'s depth-wise case: Σ_p x[p + offset] dout[p] for each offset."""
+    """Compute the weight's gradient of `_conv2d`'s own case: Σ_p x[p + offset] dout[p] for each offset."""
     if not isinstance(groups, torch.SymInt) or list(output_mask) != [False, True, False]:
         return NotImplemented
-    height, width = weight.shape[-2:]
-    sums = [(shifted * dout).sum((0, -2, -1)) for _, _, shifted in _shifts(x, height, width, padding)]
-    return None, torch.stack(sums, -1).view(-1, 1, height, width), None
+    channels, height, width = weight.shape[1:]
+    shifts = [shifted for _, _, shifted in _shifts(x, height, width, padding)]
+    if channels == 1:
+        sums = [(shifted * dout).sum((0, -2, -1)) for shifted in shifts]
+    else:
+        errors = dout.unflatten(1, (-1, channels))
+        sums = [torch.einsum("bgohw,bgchw->goc", errors, x.unflatten(1, (-1, channels))) for x in shifts]
+    return None, torch.stack(sums, -1).view(-1, channels, height, width), None
 
 
 def _shifts(x: Tensor, height: int, width: int, padding: Sequence[int]) -> Iterator[tuple[int, int, Tensor]]:

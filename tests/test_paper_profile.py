@@ -5,6 +5,7 @@ is free, all widths, options and class counts are real. What would fail on the f
 
 import copy
 import dataclasses
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ import torch
 
 from repro.core.config import load_section, load_yaml
 from repro.core.runtime import seed_everything
-from repro.models.registry import build_model
+from repro.models.checkpoints import open_weights
+from repro.models.registry import build_model, family_module
 from repro.models.weights import save_weights
 from repro.papers.vision_ttt.sections import load_questions
 from repro.tasks.spec import Datasets
@@ -111,6 +113,17 @@ def test_a_batch_goes_through_every_cell(profile, stage, cell, tmp_path):
     assert trained and all(p.grad is None or torch.isfinite(p.grad).all() for p in trained)
     reached = sum(p.grad is not None for p in trained)
     assert reached > 0.9 * len(trained), f"{reached} of {len(trained)} parameters are reached by the gradient"
+
+
+def test_official_weights_are_cropped_as_the_cells_of_their_model(tmp_path):
+    torch.save({"head.bias": torch.zeros(1000)}, tmp_path / "official.pth")
+    crops = {}
+    for cell in PROFILES["paper"]["pretrain"].values():
+        if hasattr(sys.modules[family_module(cell["model"])], "official_state_dict"):
+            crops[cell["model"]] = cell["transform"]["crop_pct"]
+    assert len(crops) > 15
+    opened = {model: open_weights(tmp_path / "official.pth", model=model).preprocessing for model in crops}
+    assert {model: found["crop_pct"] for model, found in opened.items()} == crops
 
 
 def test_every_data_set_of_a_cell_is_prepared():

@@ -100,7 +100,7 @@ class Backbone(ImageModel):
         self.img_size, self.patch_size, self.num_classes = to_2tuple(img_size), patch_size, num_classes
         self.embed_dim = self.num_features = self.head_hidden_size = embed_dim
         self.depth, self.pool = depth, pool
-        self.global_pool = self.pooled_by = {"mean": "avg", "max": "max"}.get(pool, "token")
+        self.global_pool = self.pooled_by = _name_pooling(pool)
         self.drop_path_rates = calculate_drop_path_rates(drop_path_rate, depth)
         self.grid_size = self.grid_of(*self.img_size)
         self.patch_embed = PatchConv(in_chans, embed_dim, patch_size)
@@ -338,10 +338,16 @@ def call_scans(layers: Sequence[nn.Module], parts: Sequence[Tensor], count: int)
     return torch.cat([first, *(out.flip(1) for out in others)], -1)
 
 
-def default_cfg(input_size: int) -> dict[str, Any]:
-    """Return the entries of timm's configuration that differ from its defaults; `input_size` is a side in pixels."""
+def _name_pooling(pool: str) -> str:
+    """Return timm's `global_pool` for a class strategy."""
+    return {"mean": "avg", "max": "max"}.get(pool, "token")
+
+
+def default_cfg(input_size: int, crop_pct: float = 0.875) -> dict[str, Any]:
+    """Return a model's entries of timm's configuration; `input_size` is a side in pixels."""
     shape = (3, input_size, input_size)
-    return {"input_size": shape, "first_conv": "patch_embed", "classifier": "head", "license": "apache-2.0"}
+    names = {"first_conv": "patch_embed", "classifier": "head", "license": "apache-2.0"}
+    return {"input_size": shape, "crop_pct": crop_pct} | names
 
 
 def rename_prefixes(state_dict: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict[str, Tensor]:
@@ -375,6 +381,7 @@ def create(model_class: type[nn.Module], variant: str, pretrained: bool, **kwarg
 
     Raises:
         TypeError: an option that the model does not have.
+        ValueError: a `global_pool` that contradicts `pool`.
         RuntimeError: `pretrained` without a file of weights.
     """
     last = min(3, kwargs.get("depth", 3))
@@ -390,7 +397,10 @@ def create(model_class: type[nn.Module], variant: str, pretrained: bool, **kwarg
     dynamic, pooling = kwargs.pop("dynamic_img_size", True), kwargs.pop("global_pool", None)
     # Vittt has an option `pool`: class tokens depend on it, so it must be known before the model is built
     if pooling and "pool" in options:
-        kwargs["pool"], pooling = {"avg": "mean", "token": "mid"}.get(pooling, pooling), None
+        if "pool" in kwargs and _name_pooling(kwargs["pool"]) != pooling:
+            raise ValueError(f"global_pool {pooling!r}: contradicts pool {kwargs['pool']!r}; leave one of them out")
+        kwargs.setdefault("pool", {"avg": "mean", "token": "mid"}.get(pooling, pooling))
+        pooling = None
     try:
         built = build_model_with_cfg(model_class, variant, pretrained, feature_cfg=feature_cfg, **kwargs)
     except TypeError as error:
@@ -412,19 +422,20 @@ def create(model_class: type[nn.Module], variant: str, pretrained: bool, **kwarg
 def register_sizes(model_class: type[nn.Module], sizes: Mapping[str, Mapping[str, Any]], **names: str) -> None:
     """Register a family with timm, without weights.
 
-    `sizes` maps the name of each model to the arguments that build it. `names` replaces `first_conv` or `classifier` of
-    `default_cfg`. Models are registered under the module of the class, where `weights.translate_official` looks
+    `sizes` maps the name of each model to the arguments that build it, and to the `crop_pct` of the release's
+    evaluation if it is not 0.875. `names` replaces `first_conv` or `classifier` of `default_cfg`. Models are registered under the module of the class, where `weights.translate_official` looks
     for `official_state_dict`. An entry without `img_size` is registered for 224 pixels, which must be the default of
     the class.
     """
     module = model_class.__module__
     configs = {
-        f"{name}.untrained": default_cfg(options.get("img_size", 224)) | names for name, options in sizes.items()
+        f"{name}.untrained": default_cfg(options.get("img_size", 224), options.get("crop_pct", 0.875)) | names
+        for name, options in sizes.items()
     }
     # before `_register`: timm reads the configurations when a model is registered, and a model may have none
     sys.modules[module].default_cfgs = generate_default_cfgs(configs)
     for name, options in sizes.items():
-        _register(model_class, name, module, options)
+        _register(model_class, name, module, {key: value for key, value in options.items() if key != "crop_pct"})
 
 
 def _register(model_class: type[nn.Module], name: str, module: str, options: Mapping[str, Any]) -> None:

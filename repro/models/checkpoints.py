@@ -223,8 +223,8 @@ def _describe_official(path: Path, state: Mapping[str, Tensor], model: str) -> C
         name=model,
         model=model,
         num_classes=None if head is None else len(head),
-        # all these families publish the same evaluation: short side to 256, bicubic, central crop of 224, ImageNet's
-        # mean and std
+        # all these families publish a bicubic resize, a central crop of 224 and ImageNet's mean and std; the short side
+        # is resized to 224 / crop_pct
         preprocessing=dataclasses.asdict(config),
         path=path,
         facts={"options": {}, "weights_file": path.name},
@@ -271,7 +271,7 @@ def require_same_architecture(checkpoint: Checkpoint, name: str, options: Mappin
         UserError: naming the difference.
     """
     where = checkpoint.require_classifier().where
-    if checkpoint.model != name:
+    if checkpoint.model.partition(".")[0] != name.partition(".")[0]:  # whatever tags of timm's they have
         raise UserError(f"{where}: holds weights of {checkpoint.model}, not of {name}")
     if checkpoint.is_own:
         theirs, ours = (_architecture(each) for each in (checkpoint.options, options))

@@ -168,7 +168,8 @@ class Denoiser(OperatorModel):
         """
         grid = self.grid_of(*x.shape[-2:])
         tokens = self.patch_embed(x).flatten(2).transpose(1, 2)
-        tokens = tokens + embed_positions(grid, self.embed_dim, x.device).to(tokens.dtype)
+        # in the dtype of the weights: under autocast the tokens are half, and the residual stream must not be
+        tokens = tokens + embed_positions(grid, self.embed_dim, x.device).to(self.patch_embed.weight.dtype)
         waves = embed_timesteps(timesteps).to(next(self.parameters()).dtype)
         condition = self.time_embed(waves) + self.class_embed(labels)
         for block in self.blocks:

@@ -109,7 +109,7 @@ def find_backend(block: Any, tokens: Tensor) -> str | None:
     None means the plain path: the launches do not compute this kind of block, or no kernels run here.
     """
     dtype = product_dtype(tokens)
-    chosen = _find_kernels(block, tokens.device, dtype)
+    chosen = _find_kernels(block, tokens.shape[1], tokens.device, dtype)
     if chosen is None:
         return None
     if may_be_opaque([tokens]) and not block.training:
@@ -119,15 +119,21 @@ def find_backend(block: Any, tokens: Tensor) -> str | None:
     return None if chosen == "numba" or _has_any_global_hook() else chosen
 
 
-def _find_kernels(block: Any, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return the backend whose kernels or loops compute this kind of block in a dtype, with or without gradients."""
+def _find_kernels(block: Any, tokens: int, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return the backend whose kernels or loops compute this kind of block in a dtype, with or without gradients.
+
+    `tokens` is the length of the sequence, see `find_constants`.
+    """
     mixer = block.mixer
     has_no_token = block.pool in ("mean", "max")
     if not (has_no_token and block.dwconv is not None and block.is_fusible and type(mixer) is block.mixer_class):
         return None
     if mixer.step != "own" or mixer.backend not in ("auto", "triton", "numba") or not _is_as_built(block):
         return None
-    return _choose_backend(mixer.backend, device, dtype, mixer.head_dim, mixer.built_chunk)
+    chosen = _choose_backend(mixer.backend, device, dtype, mixer.head_dim, mixer.built_chunk)
+    # kernels take some chunk sizes only; not asked about this one, because it is a symbol to a compiler
+    is_another = not mixer.chunk_size and tokens != mixer.built_chunk
+    return None if chosen == "triton" and is_another else chosen
 
 
 def _is_as_built(block: Any) -> bool:
@@ -232,7 +238,7 @@ def freeze(block: Any, tokens: int) -> None:
         ValueError: a weight is an inference tensor.
     """
     weight = next(block.parameters())
-    chosen = _find_kernels(block, weight.device, weight.dtype)
+    chosen = _find_kernels(block, tokens, weight.device, weight.dtype)
     if chosen is None:
         return
     for name, weight in [*block.named_parameters(), *block.named_buffers()]:

@@ -13,6 +13,7 @@ from timm.layers import calculate_drop_path_rates, to_2tuple
 from timm.models import checkpoint
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from .image_model import Grid, ImageModel, check_rates
 
@@ -39,12 +40,21 @@ class Stage(nn.Module):
         return self.run_blocks(x, recompute=recompute)
 
     def run_blocks(self, x: Tensor, *shared: Any, recompute: bool) -> Tensor:
-        """Call the blocks in turn as `block(x, *shared)`; return a batch of no images unchanged."""
+        """Call the blocks in turn as `block(x, *shared)`; return a batch of no images unchanged.
+
+        Blocks with batch norms in training are not recomputed.
+        """
         if x.shape[0] == 0:
             return x
         for block in self.blocks:
-            x = checkpoint(block, x, *shared) if recompute and torch.is_grad_enabled() else block(x, *shared)
+            again = recompute and torch.is_grad_enabled() and not _counts_batches(block)
+            x = checkpoint(block, x, *shared) if again else block(x, *shared)
         return x
+
+
+def _counts_batches(block: nn.Module) -> bool:
+    """Tell whether a second run on a batch would count it twice in the statistics of a batch norm."""
+    return any(isinstance(module, _BatchNorm) and module.training for module in block.modules())
 
 
 class Hierarchy(ImageModel):

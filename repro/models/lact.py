@@ -125,7 +125,7 @@ class LaCT(ClassFreeViT):
         kwargs: see `ClassFreeViT`.
 
     Raises:
-        ValueError: an unknown choice.
+        ValueError: an unknown choice, or a single chunk that is read before its own step.
     """
 
     def __init__(
@@ -146,6 +146,11 @@ class LaCT(ClassFreeViT):
         chosen = {name: value for name, value in chosen.items() if value is not None}
         loop = InnerLoop(**LACT_STEPS[step] | chosen, order=order, chunk_size=chunk_size, steps=inner_steps)
         super().__init__(lambda dim: (FastWeights(dim, num_heads, loop), None), num_heads=num_heads, **kwargs)
+        tokens = math.prod(self.grid_size)
+        if order == "before" and len(loop.split(tokens)) == 1:
+            raise ValueError(
+                f"order before: all {tokens} tokens are one chunk, whose step is never read; lower chunk_size"
+            )
 
 
 register_sizes(

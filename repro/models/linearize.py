@@ -126,6 +126,10 @@ def _read_t5(model: T5, where: str) -> Shell:
         raise UserError(
             f"{where}: is a linearised model already (inner {model.inner}); expected one with softmax attention"
         )
+    if model.positions != "table":
+        raise UserError(
+            f"{where}: its positions are {model.positions}, which no linearised model has; expected a table"
+        )
     options = {
         "img_size": model.img_size,
         "patch_size": model.patch_size,

@@ -327,11 +327,18 @@ register_sizes(
     MambaVision,
     {
         # 31.794 M parameters; drop path 0.2
-        "mambavision_tiny_224": {**_STAGES, "widths": (80, 160, 320, 640), "stem": 32, "depths": (1, 3, 8, 4)},
+        "mambavision_tiny_224": {
+            **_STAGES,
+            "widths": (80, 160, 320, 640),
+            "stem": 32,
+            "depths": (1, 3, 8, 4),
+            "crop_pct": 1.0,
+        },
         "mambavision_small_224": {
             **_STAGES,
             "widths": (96, 192, 384, 768),
             "depths": (3, 3, 7, 5),
+            "crop_pct": 0.93,
         },  # 50.141 M; drop path 0.2
         # 97.685 M; drop path 0.3
         "mambavision_base_224": {
@@ -339,6 +346,7 @@ register_sizes(
             "widths": (128, 256, 512, 1024),
             "depths": (3, 3, 10, 5),
             "layer_scale": 1e-5,
+            "crop_pct": 1.0,
         },
         # for tests and the embedded data sets: grids of 36, 18, 9 and 5 positions a side
         "mambavision_nano_144": {

@@ -111,4 +111,4 @@ def _read(text: str, hint: Any) -> Any:
 
 
 def _write(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value).removesuffix(".0")

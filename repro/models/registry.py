@@ -14,6 +14,8 @@ from torch import nn
 
 from ..core.errors import did_you_mean
 
+# sizes that some models divide by, while others build a model without blocks
+_POSITIVE = "depth", "embed_dim", "num_heads", "patch_size", "in_chans", "in_channels", "mlp_ratio"
 _DENOISERS: dict[str, Callable[..., nn.Module]] = {}
 
 
@@ -55,13 +57,16 @@ def build_model(name: str, *, img_size: int | tuple[int, int] | None = None, **o
     size = {} if img_size is None else {"img_size": img_size}
     create = _DENOISERS.get(name) or partial(timm.create_model, name)
     try:
+        for key in _POSITIVE:
+            if isinstance(value := options.get(key), int | float) and value <= 0:
+                raise ValueError(f"{key} {value}: expected more than 0")
         try:
             model = create(**size, **options)
         except TypeError as error:
             if not size or "img_size" not in str(error):
                 raise
             model = create(**options)
-    except (TypeError, ValueError, AssertionError) as error:
+    except (TypeError, ValueError, AssertionError, ArithmeticError) as error:
         given = {
             key: value for key, value in (size | options).items() if key != "pretrained_cfg_overlay"
         }  # has tensors

@@ -152,6 +152,16 @@ def test_every_parameter_gets_a_gradient_and_checkpointing_changes_nothing(famil
     assert not [name for name, gradient in found.items() if not gradient.any() and "token_scale" not in name]
 
 
+@each_hierarchy
+def test_checkpointing_counts_a_batch_once_in_the_statistics(family):
+    plain, recomputing = (nano(family, drop_path_rate=0.0).train() for _ in range(2))
+    recomputing.set_grad_checkpointing()
+    image = torch.randn(2, 3, 64, 80)
+    for model in (plain, recomputing):
+        model(image).sum().backward()
+    torch.testing.assert_close(dict(recomputing.named_buffers()), dict(plain.named_buffers()))
+
+
 @each_variant_and_denoiser
 def test_every_parameter_has_a_layer(family, options):
     """Which learning rates that decay from layer to layer need."""

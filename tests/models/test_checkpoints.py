@@ -78,6 +78,9 @@ def test_published_weights_and_files_of_timms_layout(monkeypatch, tmp_path):
     assert (file.name, file.model, file.num_classes) == (f"{DEIT}.fb_in1k", DEIT, 5)
     assert file.preprocessing == fetched.preprocessing
     assert file.facts == {"weights_file": "deit.pth"}  # no options: nobody knows what the file was trained on
+    for found in (fetched, file):
+        tagged = build_model(f"{DEIT}.fb_in1k", num_classes=5)
+        assert set(initialise(tagged, found).values()) == {"used"}
     image = torch.randn(1, 3, 224, 224)
     with torch.no_grad():
         for found in (fetched, file):

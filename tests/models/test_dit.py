@@ -111,6 +111,17 @@ def test_the_closed_form_is_what_the_counter_counts(name):
     assert counter.macs == sum(model.mac_terms((32, 32)).values())
 
 
+def test_the_stream_is_that_of_the_weights_under_autocast():
+    """Which add what half products give; a model of half weights has a half stream."""
+    model, (x, t, y), seen = denoiser("dit_nano_patch4"), draw_noisy(), []
+    model.norm.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].dtype))
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            model(x, t, y)
+        model.bfloat16()(x.bfloat16(), t, y)
+    assert seen == [torch.float32, torch.bfloat16]
+
+
 @pytest.mark.parametrize(("name", "options"), DENOISERS)
 def test_any_grid_and_its_places(name, options):
     """An input need not be square; a token's position is its column and then its row, in sines and cosines."""

@@ -249,6 +249,18 @@ def test_a_trace_asks_for_no_loops():
         assert asked == [None] and fused_block.find_backend(block, TOKENS) == "numba"
 
 
+@pytest.mark.parametrize(("chunk_size", "expected"), [(4, "triton"), (0, None)])
+@torch.no_grad()
+def test_kernels_of_a_whole_sequence_run_only_at_the_length_that_they_were_chosen_for(
+    monkeypatch, chunk_size, expected
+):
+    """Which is that of the 3 x 3 patches that the block is built for."""
+    monkeypatch.setattr(fused_block, "_choose_backend", mock.Mock(return_value="triton"))
+    block = make_block(chunk_size=chunk_size)
+    assert fused_block.find_backend(block, torch.zeros(1, 9, 32)) == "triton"
+    assert fused_block.find_backend(block, TOKENS) == expected
+
+
 # --- the operator
 
 FORMS = {

@@ -156,6 +156,10 @@ def gated():
         (lambda: timm.create_model("swin_tiny_patch4_window7_224"), f"is a SwinTransformer; {OTHER}"),
         (lambda: build_model("vittt_nano_patch16_144"), f"is a Vittt; {OTHER}"),
         (lambda: build_model("t5_nano_patch16_144"), "is a linearised model already"),
+        *(
+            (lambda each=each: build_model("t5_softmax_nano_patch16_144", positions=each), f"its positions are {each},")
+            for each in ("none", "block_table")
+        ),
     ],
 )
 def test_what_is_no_teacher_is_named(make, line):

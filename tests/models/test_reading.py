@@ -164,6 +164,8 @@ def test_text_and_reading_are_the_same():
     both = Reading.of("post_norm=none, gate_activation=sigmoid")
     assert str(both) == "gate_activation=sigmoid,post_norm=none"
     assert Reading.of(dataclasses.asdict(both)) == Reading.of(both) == both
+    for number in (1 / 3, 1e-7, 2.0**70):
+        assert Reading.of(str(Reading(eta_base=number))) == Reading(eta_base=number)
 
 
 def test_a_weights_file_names_its_reading(tmp_path):

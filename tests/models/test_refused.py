@@ -1,5 +1,7 @@
 """What cannot be built is one line that names the option: for every family, pyramid, inner learner and reading."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -49,6 +51,8 @@ NANOS = [
     ("lact", {"num_heads": 64}, "a head of width 1 has vectors; use step v6 or fewer heads"),
     ("lact", {"order": "later"}, "order 'later': not known"),
     ("lact", {"inner_steps": 0}, "steps 0: expected 1 or more"),
+    ("lact", {"order": "before", "chunk_size": 0}, "order before: all 81 tokens are one chunk"),
+    ("lact", {"order": "before", "img_size": 64}, "order before: all 16 tokens are one chunk"),
 ]
 PYRAMIDS = [
     (VITTT, {"embed_dim": 128, "num_heads": 2}, {}, "width 128"),
@@ -94,7 +98,10 @@ DENOISERS = [
     ("dit3_nano_patch4", {"mixer": "tt"}, "mixer 'tt' is not softmax, ttt or t5"),
     ("dit_nano_patch4", {"embed_dim": 50}, "embed_dim 50 is not a multiple of num_heads 2 and of 4"),
 ]
+SIZED = [VITTT, "study_nano_patch16_144", "vim_nano_patch16_144", "deit_nano_patch16_144", "dit_nano_patch4"]
+SIZES = [("depth", 0), ("depth", -1), ("num_heads", 0), ("patch_size", 0), ("embed_dim", -64), ("mlp_ratio", -1.0)]
 OTHERS = [
+    (lambda: build_model("lact_nano_patch16_144", inner_ratio=0.001), "cannot be built with"),
     (lambda: build_model("dit_nano_patch4", img_size=32, drop_path_rate=0.1), "cannot be built with .*drop_path_rate"),
     (lambda: newton_schulz(torch.randn(5), "lact"), "is a vector; use muon none"),
     (lambda: newton_schulz(torch.randn(2, 1, 5), "lact"), "is a vector; use muon none"),
@@ -113,6 +120,8 @@ def cases():
         yield lambda reading=reading: build_model(VITTT, reading=reading), message
     for name, options, message in DENOISERS:
         yield lambda name=name, options=options: build_denoiser(name, **options), message
+    for name, (option, value) in itertools.product(SIZED, SIZES):
+        yield lambda name=name, given={option: value}: build_model(name, **given), f"{name}: .*: {option} {value}: "
     yield from OTHERS
 
 

@@ -78,6 +78,14 @@ def test_timms_name_of_a_pool_is_an_option_of_the_base_class_too(name, global_po
     assert build(name, global_pool=global_pool).pool == pool
 
 
+@pytest.mark.parametrize("pool", ["mean", "max", "head", "mid", "double"])
+def test_a_pool_stays_beside_timms_name_of_its_kind_and_no_other(pool):
+    global_pool = build("vittt_nano_patch16_144", pool=pool).global_pool
+    assert build("vittt_nano_patch16_144", pool=pool, global_pool=global_pool).pool == pool
+    with pytest.raises(ValueError, match=f"contradicts pool '{pool}'"):
+        build("vittt_nano_patch16_144", pool=pool, global_pool="avg" if global_pool == "token" else "token")
+
+
 @each_own
 def test_intermediate_layers(name):
     model = build(name)

@@ -102,11 +102,14 @@ def test_a_folder_names_only_a_pooling_that_is_an_option(tmp_path, monkeypatch, 
     assert "global_pool" not in json.loads(Path("folder/config.json").read_text())
 
 
-@pytest.mark.parametrize("family", first(["vrwkv", "vim", "vit3"]))
-def test_torch_export_stands_alone(saved, repro_cli, family):
-    path = saved(family)
-    options = ("--format", "torch_export", "--no-verify", "--image-size", "32", "-o", "model.pt2")
-    repro_cli.run("export", "--weights", str(path), *options)
+ALONE = [("study", {"inner_model": "conv", "inner_loss": "mse"}), ("vrwkv", {}), ("vim", {}), ("vit3", {})]
+
+
+@pytest.mark.parametrize(("family", "options"), first(ALONE, 2))
+def test_torch_export_stands_alone(saved, repro_cli, family, options):
+    path = saved(family, **options)
+    arguments = ("--format", "torch_export", "--no-verify", "--image-size", "32", "-o", "model.pt2")
+    repro_cli.run("export", "--weights", str(path), *arguments)
     extra = {"vision_ttt_repro.json": ""}
     program = torch.export.load("model.pt2", extra_files=extra)
     assert json.loads(extra["vision_ttt_repro.json"])["preprocessing"]["input_size"] == [3, 32, 32]
