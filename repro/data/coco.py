@@ -116,8 +116,8 @@ def read_instances(
         root, split: the folder that holds train2017, val2017 and annotations (see `find_parts`), and one of
             `Kind.splits`.
         report: receives the findings. Errors: a missing file or folder, malformed JSON, ids that are duplicate or
-            undefined, two categories of one name, a target without a mask, images that are not in the folder. Warnings: boxes without area or
-            beyond their image.
+            undefined, two categories of one name, a target without a mask, images that are not in the folder. Warnings:
+            boxes without area or beyond their image.
         max_pixels: largest number of pixels of an image that is read later.
         boxes_as_masks: whether an object without an outline takes its box as its mask.
 

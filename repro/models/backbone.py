@@ -423,9 +423,9 @@ def register_sizes(model_class: type[nn.Module], sizes: Mapping[str, Mapping[str
     """Register a family with timm, without weights.
 
     `sizes` maps the name of each model to the arguments that build it, and to the `crop_pct` of the release's
-    evaluation if it is not 0.875. `names` replaces `first_conv` or `classifier` of `default_cfg`. Models are registered under the module of the class, where `weights.translate_official` looks
-    for `official_state_dict`. An entry without `img_size` is registered for 224 pixels, which must be the default of
-    the class.
+    evaluation if it is not 0.875. `names` replaces `first_conv` or `classifier` of `default_cfg`. Models are registered
+    under the module of the class, where `weights.translate_official` looks for `official_state_dict`. An entry without
+    `img_size` is registered for 224 pixels, which must be the default of the class.
     """
     module = model_class.__module__
     configs = {
