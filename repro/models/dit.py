@@ -169,7 +169,7 @@ class Denoiser(OperatorModel):
         grid = self.grid_of(*x.shape[-2:])
         tokens = self.patch_embed(x).flatten(2).transpose(1, 2)
         # in the dtype of the weights: under autocast the tokens are half, and the residual stream must not be
-        tokens = tokens + embed_positions(grid, self.embed_dim, x.device).to(self.patch_embed.weight.dtype)
+        tokens = tokens + embed_positions(grid, self.embed_dim, x.device).to(next(self.parameters()).dtype)
         waves = embed_timesteps(timesteps).to(next(self.parameters()).dtype)
         condition = self.time_embed(waves) + self.class_embed(labels)
         for block in self.blocks:

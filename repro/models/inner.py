@@ -135,7 +135,7 @@ class InnerLoop:
             self.only and sorted({*range(len(self.shapes(1)))} & {*self.only}) == sorted(self.only)
         ):
             raise ValueError(
-                f"inner only {self.only}: expected different places of weights of the inner model {self.model}, from 0"
+                f"inner only {self.only}: expected places of weights of the inner model {self.model}, from 0 and each once"
             )
 
     def shapes(self, head_dim: int) -> list[tuple[int, ...]]:

@@ -131,7 +131,7 @@ def test_a_block_of_vittt():
     """Inference by loops is the plain path but for rounding; `tests/models/test_fused_block.py` has who sees the parts."""
     model, images = make_model(depth=2, img_size=80), torch.randn(2, 3, 48, 112)
     with torch.no_grad():
-        assert fused_block.find_backend(model.blocks[0], torch.zeros(1)) == "numba"
+        assert fused_block.find_backend(model.blocks[0], torch.zeros(1, 1, 1)) == "numba"
         found = model.forward_features(images)
         model.set_backend("torch")
         assert check.relative_error(found, model.forward_features(images)) < 2e-6
@@ -163,7 +163,7 @@ def test_another_kind_of_block_is_left_and_frozen_as_it_is(other):
     """A kind that no backend's launches compute."""
     model, images = make_model(**other), torch.randn(1, 3, 48, 48)
     with torch.no_grad():
-        assert not fused_block.find_backend(model.blocks[0], torch.zeros(1))
+        assert not fused_block.find_backend(model.blocks[0], torch.zeros(1, 1, 1))
         expected = model(images)
         assert torch.equal(model.freeze()(images), expected)
 

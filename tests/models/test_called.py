@@ -164,7 +164,7 @@ def block(monkeypatch):
     """A block that the kernels of a GPU would run."""
     monkeypatch.setattr(fused_block, "_choose_backend", lambda *_: "triton")
     found = shaken(nano("vittt", depth=1, embed_dim=32, img_size=48)).blocks[0]
-    assert fused_block.find_backend(found, torch.zeros(1)) == "triton"
+    assert fused_block.find_backend(found, torch.zeros(1, 1, 1)) == "triton"
     return found
 
 
@@ -177,7 +177,7 @@ def block(monkeypatch):
 )
 def test_no_kernel_passes_a_watched_layer_by(block, place, change):
     WATCHED[change](block.get_submodule(place))
-    assert fused_block.find_backend(block, torch.zeros(1)) is None
+    assert fused_block.find_backend(block, torch.zeros(1, 1, 1)) is None
     fused_block.freeze(block, 9)
     assert block.frozen is None
 
@@ -185,9 +185,9 @@ def test_no_kernel_passes_a_watched_layer_by(block, place, change):
 @pytest.mark.parametrize("place", HOOKED)
 def test_no_kernel_passes_a_hook_by(block, place):
     handle = block.get_submodule(place).register_forward_hook(lambda *_: None)
-    assert fused_block.find_backend(block, torch.zeros(1)) is None
+    assert fused_block.find_backend(block, torch.zeros(1, 1, 1)) is None
     handle.remove()
-    assert fused_block.find_backend(block, torch.zeros(1)) == "triton"
+    assert fused_block.find_backend(block, torch.zeros(1, 1, 1)) == "triton"
 
 
 @pytest.mark.parametrize("name", REPLACED)
@@ -195,12 +195,12 @@ def test_no_kernel_passes_another_layer_by(block, name):
     place, build = REPLACED[name]
     owner, _, own = place.rpartition(".")
     setattr(block.get_submodule(owner), own, build())
-    assert fused_block.find_backend(block, torch.zeros(1)) is None
+    assert fused_block.find_backend(block, torch.zeros(1, 1, 1)) is None
 
 
 def test_copies_of_a_block_are_as_built(block):
     for other in (copy.deepcopy(block), copy.deepcopy(block).half(), copy.deepcopy(block).requires_grad_(False)):
-        assert fused_block.find_backend(other, torch.zeros(1)) == "triton"
+        assert fused_block.find_backend(other, torch.zeros(1, 1, 1)) == "triton"
 
 
 @pytest.mark.parametrize(

@@ -47,9 +47,9 @@ def test_it_is_the_plain_path(options, sides):
     """In fp32, on square and other grids whose last chunk is shorter, and where the same seed drops the same branches."""
     model, images = make(**options), torch.randn(2, 3, *sides)
     # auto takes torch on a CPU
-    assert not any(fused_block.find_backend(block, torch.zeros(1)) for block in model.blocks)
+    assert not any(fused_block.find_backend(block, torch.zeros(1, 1, 1)) for block in model.blocks)
     expected, found = (differentiate(model, images, backend) for backend in ("torch", "triton"))
-    assert all(fused_block.find_backend(block, torch.zeros(1)) for block in model.blocks)
+    assert all(fused_block.find_backend(block, torch.zeros(1, 1, 1)) for block in model.blocks)
     names = ["out", *(name for name, _ in model.named_parameters())]
     errors = {name: check.relative_error(a, b, 1e-3) for name, a, b in zip(names, found, expected, strict=True)}
     assert max(errors.values()) < 2e-5, errors
