@@ -181,10 +181,7 @@ def _write_details(file: Path, record: Mapping[str, Any]) -> None:
 
 
 def find_run(file: Path) -> Path:
-    """Return the path of the `run.json` of a record or of a stage's rows.csv.
-
-    `report.records.Source.run_file` repeats the rule; where the two differ, `repro plan` knows no times.
-    """
+    """Return the path of the `run.json` of a record or of a stage's rows.csv."""
     return file.with_name("run.json" if file.name in ("metrics.json", "rows.csv") else f"{file.stem}.run.json")
 
 

@@ -168,9 +168,10 @@ class Denoiser(OperatorModel):
         """
         grid = self.grid_of(*x.shape[-2:])
         tokens = self.patch_embed(x).flatten(2).transpose(1, 2)
-        # in the dtype of the weights: under autocast the tokens are half, and the residual stream must not be
-        tokens = tokens + embed_positions(grid, self.embed_dim, x.device).to(next(self.parameters()).dtype)
-        waves = embed_timesteps(timesteps).to(next(self.parameters()).dtype)
+        # the dtype of the weights: under autocast the tokens are half, and the residual stream must not be
+        dtype = next(self.parameters()).dtype
+        tokens = tokens + embed_positions(grid, self.embed_dim, x.device).to(dtype)
+        waves = embed_timesteps(timesteps).to(dtype)
         condition = self.time_embed(waves) + self.class_embed(labels)
         for block in self.blocks:
             if self.grad_checkpointing and torch.is_grad_enabled():

@@ -7,7 +7,7 @@ import datetime
 import os
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..bench.pooling import COMMAND, EMULATED, HOST, Row, bound_ratio, describe_time
@@ -18,7 +18,7 @@ from .claims import Report
 from .gallery import COMPILED, Speeds, find_all_speeds, find_speeds, picture_blocks
 from .markdown import bullets, join, picture, strong, table
 from .paper import ATTENTIONS, Comparison, Question
-from .records import OUTSIDE, describe_origin, describe_seeds, group_by
+from .records import OUTSIDE, describe_origin, describe_seeds, group_by, name_commits
 from .results import Results
 from .variants import judge_variants, list_unlike_machines
 from .verdicts import Status, Verdict, count_statuses, format_counts, format_ours, format_ratio, significant
@@ -139,7 +139,7 @@ def _compare_speeds(comparison: Comparison, measured: Sequence[Speeds]) -> str:
     rows = []
     for speeds in measured:
         name = (
-            f"{str(speeds.group).partition(': ')[2]}, commit {_name_commits(speeds.rows.values())}{speeds.group.caveat}"
+            f"{str(speeds.group).partition(': ')[2]}, commit {name_commits(speeds.rows.values())}{speeds.group.caveat}"
         )
         for size in sorted(comparison.sizes, reverse=True):
             row = [name, f"{size}²", _format_row(speeds.rows.get((our_model, None, size)))]
@@ -183,17 +183,13 @@ def _compare_fastest(comparison: Comparison, results: Results) -> str:
         fastest = [_find_fastest(own) for own in both if own]
         if len(fastest) == 2 and len(ways) > 1 and (ratio := bound_ratio(*fastest)):
             shown = [f"{_format_row(row)} ({_name_way(row)})" for row in fastest]
-            name = f"{device.partition(': ')[2]}, batch {batch_size}, commit {_name_commits(fastest)}"
+            name = f"{device.partition(': ')[2]}, batch {batch_size}, commit {name_commits(fastest)}"
             rows.append([name, f"{size}²", *shown, format_ratio(*ratio)])
     if not rows:
         return ""
     says = f"The fastest way of either side, among the ways in which it was measured there ({ours} against {theirs}):"
     shown = table(["measured on", "image", ours, theirs, f"{ours}'s speed against it"], rows)
     return join([says, shown, bullets(_list_emulated(results))])
-
-
-def _name_commits(rows: Iterable[Row]) -> str:
-    return " and ".join(dict.fromkeys(row["commit"][:12] for row in rows))
 
 
 def _list_emulated(results: Results) -> list[str]:
@@ -311,7 +307,7 @@ def _comparison_picture(report: Report) -> str:
     if (speeds := find_speeds(comparison, report.results)) is None:
         return ""
     group, source = speeds.group, speeds.source
-    commits = _name_commits(speeds.rows.values())
+    commits = name_commits(speeds.rows.values())
     text = f"{comparison.title}: time and peak memory over the image size. {group}, {group.mode}, commit {commits}"
     origin = f"`{source.path}`" if source.stage else f"`{source.path}`, {OUTSIDE}"
     caption = f"{text}{group.caveat} ({origin}). {speeds.describe_crossings()}".rstrip()

@@ -11,7 +11,7 @@ from ..core.statistics import measure_rise
 from .claims import Report
 from .markdown import code, cross, join, number, table, tabulate
 from .paper import ATTENTIONS
-from .records import Source, find_score_interval, group_by, list_all, read_curves
+from .records import Source, find_score_interval, group_by, list_all, name_commits, read_curves
 from .results import Missing, SpeedGroup
 from .variants import find_shown
 from .verdicts import format_ratio, significant
@@ -32,7 +32,7 @@ def list_speeds(report: Report) -> str:
         raise Missing("nothing is measured yet", "repro efficiency")
     blocks = []
     for group, rows in results.speed_rows.items():
-        commits = " and ".join(dict.fromkeys(row["commit"][:12] for row, _ in rows))
+        commits = name_commits(row for row, _ in rows)
         blocks.append(f"### {group}, {group.mode}, commit {commits}")
         swept = [(row, source) for row, source in rows if source.stage is None]
         if listed := [row for row, source in rows if source.stage is not None]:

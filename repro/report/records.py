@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from ..core.csvfile import parse_csv
 from ..core.errors import UserError
 from ..core.paths import Paths
-from ..core.record import name_machine, read_record, serialise_recipe
+from ..core.record import find_run, name_machine, read_record, serialise_recipe
 from ..core.statistics import clip_share, describe_sample, share_interval
 from .markdown import show_interval
 
@@ -58,8 +58,7 @@ class Source:
     @property
     def run_file(self) -> str:
         """The file with the date and seconds of the record's run, relative to the checkout; Git ignores it."""
-        name = PurePosixPath(self.path)
-        return str(name.with_name("run.json" if name.name in ("metrics.json", "rows.csv") else f"{name.stem}.run.json"))
+        return find_run(Path(self.path)).as_posix()
 
     @property
     def unit(self) -> str:
@@ -107,7 +106,7 @@ def read_sources(paths: Paths, stages: Iterable[str]) -> list[Source]:
     for stage in stages:
         files += [(file, stage, None) for file in root.glob(f"{stage}/metrics.json")]
         files += [(file, stage, file.parent.name) for file in sorted(root.glob(f"{stage}/*/metrics.json"))]
-    others = (file for file in sorted(root.glob("replications/**/*.json")) if not file.name.endswith(".run.json"))
+    others = (file for file in sorted(root.glob("replications/**/*.json")) if not f".{file.name}".endswith(".run.json"))
     files += [(file, None, None) for file in others]
     sources = [_read(paths, *each) for each in files]
 
@@ -143,6 +142,11 @@ def describe_origin(sources: Sequence[Source]) -> str:
     run = [source for source in sources if not source.device.startswith("none: ")]
     made = " and ".join(dict.fromkeys(PIPELINE if source.stage else OUTSIDE for source in run))
     return "; ".join(filter(None, (devices, made)))
+
+
+def name_commits(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return the commits of rows of a CSV file in words, each once."""
+    return " and ".join(dict.fromkeys(row["commit"][:12] for row in rows))
 
 
 def describe_seeds(sources: Iterable[Source]) -> str:

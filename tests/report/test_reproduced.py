@@ -50,6 +50,13 @@ def test_a_score_may_differ_while_the_intervals_meet(held, one, three, left):
     assert lines[0].startswith(f"{equal} of 2") and len(lines) == 1 + 2 - equal
 
 
+def test_times_are_no_records_and_a_cell_may_be_called_run(checkout):
+    checkout.train("replications/cpu/pretrain/long_run", "nano", "digits")
+    checkout.write("results/replications/cpu/run.json", "{}")
+    (source,) = read_sources(checkout.paths, [])
+    assert source.place == "pretrain/long_run" and (checkout.paths.root / source.run_file).is_file()
+
+
 def test_a_missing_score_is_no_success(held):
     (held.paths.results / "pretrain/one/metrics.json").unlink()
     assert [score.is_beyond_chance for score in list_scores(held.paths, ["pretrain"], "HEAD")] == [True, False]

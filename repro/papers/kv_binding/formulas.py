@@ -148,8 +148,9 @@ def parallel_error(step: str) -> float:
 def order_error(step: str, norm: str | None = None) -> float:
     """Return how much the outputs change, relative to the largest one, when two chunks of keys and values are swapped.
 
-    A state that is a sum over chunks does not change, if all queries read the last one: the loop's order is `end`. Momentum is switched off, because its weights depend on the
-    position of a chunk. `norm` is that of `InnerLoop`; None keeps the step's own.
+    A state that is a sum over chunks does not change, if all queries read the last one: the loop's order is `end`.
+    Momentum is switched off, because its weights depend on the position of a chunk. `norm` is that of `InnerLoop`; None
+    keeps the step's own.
     """
     changes = {"momentum": False} | ({} if norm is None else {"norm": norm})
     loop, weights, (q, k, v), rates, _ = _draw_lact(step, **changes)
