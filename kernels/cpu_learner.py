@@ -80,6 +80,26 @@ def _take(constant, numbers, strides, b, r, h, origin, forth, n, X):
 
 
 @numba.njit(**INLINE)
+def _place(start, chunk, T, back):
+    """Return the tokens n of a chunk, its rows with padding, and its first token.
+
+    `start` counts the tokens before the chunk in the order of the scan; `back` is 1 if the scan begins with token T − 1.
+    """
+    n = min(chunk, T - start)
+    return n, (n + _ROWS - 1) // _ROWS * _ROWS, back * (T - 1) + (1 - 2 * back) * start
+
+
+@numba.njit(**INLINE)
+def _take_rates(lr, b, h, origin, forth, n, rows, rate):
+    """Load the learning rates of n tokens, as `_take` does rows, and 0 for the rows of padding up to `rows`.
+
+    The G of a padding row is not 0; a rate of 0 keeps it out of the state.
+    """
+    for i in range(rows):
+        rate[i] = lr[b, origin + forth * i, h] if i < n else rate.dtype.type(0)
+
+
+@numba.njit(**INLINE)
 def _convolve(constant, raw, n, taps, bias, X):
     """Write n rows of a causal convolution to X, then zeros; `raw` begins with the three tokens before the n."""
     for j in range(len(X)):
@@ -191,8 +211,7 @@ def learn_forward(
     D, dtype = len(constant), out.dtype
     chunk = min(scale.shape[1], T)
     held = (chunk + _ROWS - 1) // _ROWS * _ROWS
-    ones, nothing = np.ones(D, dtype), dtype.type(0)
-    share = dtype.type(1) / dtype.type(D)
+    ones, share = np.ones(D, dtype), dtype.type(1) / dtype.type(D)
     # X has keys, then queries; Y = [X 1] S
     X, Y = np.zeros((2 * held, D), dtype), np.zeros((2 * held, D), dtype)
     V, G, A = np.zeros((held, D), dtype), np.zeros((held, D), dtype), np.zeros((held, held), dtype)
@@ -206,8 +225,7 @@ def learn_forward(
         for start in range(0, T, chunk):
             if states.size and start and start % span == 0:
                 _copy(constant, S, states[b, r, h, start // span - 1])
-            n, origin = min(chunk, T - start), back[r] * (T - 1) + forth * start
-            rows = (n + _ROWS - 1) // _ROWS * _ROWS
+            n, rows, origin = _place(start, chunk, T, back[r])
             K, Q = X[:rows], X[rows : 2 * rows]
             if taps.size:
                 for i in range(_BEFORE):
@@ -223,9 +241,7 @@ def learn_forward(
                 _take(constant, k, k_strides, b, r, h, origin, forth, n, K)
                 _take(constant, q, q_strides, b, r, h, origin, forth, n, Q)
             _take(constant, v, v_strides, b, r, h, origin, forth, n, V[:rows])
-            for i in range(rows):
-                # the G of a padding row is not 0; a rate of 0 keeps it out of the state
-                rate[i] = lr[b, origin + forth * i, h] if i < n else nothing
+            _take_rates(lr, b, h, origin, forth, n, rows, rate)
             _apply(constant, S, X, 2 * rows, Y)
             _descend(constant, rows, K, V, weight, bias, ones, eps, Y, G, norms, along)
             QK[:] = 0
@@ -283,7 +299,7 @@ def learn_backward(
     D, dtype = len(constant), dq.dtype
     chunk = min(scale.shape[1], T)
     held = (chunk + _ROWS - 1) // _ROWS * _ROWS
-    ones, nothing, one, two = np.ones(D, dtype), dtype.type(0), dtype.type(1), dtype.type(2)
+    ones, one, two = np.ones(D, dtype), dtype.type(1), dtype.type(2)
     share = one / dtype.type(D)
     chunks = (min(span, T) + chunk - 1) // chunk
     # per chunk of a segment: the state before it, x and G
@@ -312,12 +328,10 @@ def learn_backward(
             _copy(constant, states[b, r, h, begin // span - 1] if begin else state[r, h], kept[0])
             end = min(T, begin + span)
             for m, start in enumerate(range(begin, end, chunk)):
-                n, origin = min(chunk, T - start), back[r] * (T - 1) + forth * start
-                rows = (n + _ROWS - 1) // _ROWS * _ROWS
+                n, rows, origin = _place(start, chunk, T, back[r])
                 _take(constant, k, k_strides, b, r, h, origin, forth, n, X[:rows])
                 _take(constant, v, v_strides, b, r, h, origin, forth, n, V[:rows])
-                for i in range(rows):
-                    rates[m, i] = lr[b, origin + forth * i, h] if i < n else nothing
+                _take_rates(lr, b, h, origin, forth, n, rows, rates[m])
                 _apply(constant, kept[m], X, rows, xs[m])
                 _descend(constant, rows, X, V, weight, bias, ones, eps, xs[m], Gs[m], norms[m], alongs[m])
                 if start + chunk < end:
@@ -325,8 +339,7 @@ def learn_backward(
                     _update(constant, X, Gs[m], rows, scales[n - 1], rates[m], u, kept[m + 1])
             for m in range((end - begin - 1) // chunk, -1, -1):
                 start = begin + m * chunk
-                n, origin = min(chunk, T - start), back[r] * (T - 1) + forth * start
-                rows = (n + _ROWS - 1) // _ROWS * _ROWS
+                n, rows, origin = _place(start, chunk, T, back[r])
                 S, x, G, rate = kept[m], xs[m], Gs[m], rates[m]
                 K, Q, dZ, dO = X[:rows], X[rows : 2 * rows], dY[:rows], dY[rows : 2 * rows]
                 _take(constant, k, k_strides, b, r, h, origin, forth, n, K)

@@ -8,6 +8,8 @@ import numpy as np
 
 from .cpu_loops import BLOCK, GROUP, INLINE, Loop, exp2, sigmoid, softplus
 
+SIZE, FED, Y = 0, 1, 2  # rows of a token's `work`: Δ, Δ u and y, which starts as D u
+
 
 @numba.njit(**INLINE)
 def _take_rates(exponents, start, end, square, rate):
@@ -15,6 +17,16 @@ def _take_rates(exponents, start, end, square, rate):
     for n in range(len(exponents)):
         for c in range(end - start):
             square[c // BLOCK, n, rate, c % BLOCK] = exponents[n, start + c]
+
+
+@numba.njit(**INLINE)
+def _feed(u_row, delta_row, D_row, bias_row, row):
+    """Compute a token's Δ, Δ u and D u, the first three rows of `row` (rows,BLOCK), in as many channels as u_row has."""
+    for c in range(len(u_row)):
+        row[SIZE, c] = softplus(delta_row[c] + bias_row[c])
+    for c in range(len(u_row)):
+        row[FED, c] = row[SIZE, c] * u_row[c]
+        row[Y, c] = D_row[c] * u_row[c]
 
 
 @Loop
@@ -38,7 +50,7 @@ def scan_forward(first, last, span, u, delta, exponents, B, C, D, bias, z, out, 
     square = np.zeros((span // BLOCK, N, 2, BLOCK), dtype)
     work = np.zeros((GROUP, span // BLOCK, 3, BLOCK), dtype)
     # rows of `square`: h and A log₂e; rows of `work`: Δ, Δ u and y
-    STATE, RATE, SIZE, FED, Y = 0, 1, 0, 1, 2
+    STATE, RATE = 0, 1
     for task in range(first, last):
         b, r, start = task // (spans * R), task // spans % R, task % spans * span
         k, forth, end = r % K, 1 - 2 * back[r], min(E, start + span)
@@ -50,15 +62,7 @@ def scan_forward(first, last, span, u, delta, exponents, B, C, D, bias, z, out, 
                 t = origin + j * forth
                 for block, e in enumerate(range(start, end, BLOCK)):
                     until, row = min(e + BLOCK, end), work[j, block]
-                    u_row = u[b, t, k, e:until]
-                    delta_row = delta[b, t, r, e:until]
-                    D_row = D[r, e:until]
-                    bias_row = bias[r, e:until]
-                    for c in range(len(u_row)):
-                        row[SIZE, c] = softplus(delta_row[c] + bias_row[c])
-                    for c in range(len(u_row)):
-                        row[FED, c] = row[SIZE, c] * u_row[c]
-                        row[Y, c] = D_row[c] * u_row[c]
+                    _feed(u[b, t, k, e:until], delta[b, t, r, e:until], D[r, e:until], bias[r, e:until], row)
             for block, e in enumerate(range(start, end, BLOCK)):
                 if states.size and group:
                     until = min(e + BLOCK, end)
@@ -107,7 +111,7 @@ def scan_backward(
     sums = np.zeros((span // BLOCK, 2, BLOCK), dtype)
     # rows of `square`: a g of the next token, A log₂e and dA; rows of `work`: Δ, Δ u, y, dy and the gradients of Δ u
     # and of Δ through the decay; rows of `sums`: dD and dbias
-    LATER, RATE, OF_A, SIZE, FED, Y, DY, DFED, DSIZE, OF_D, OF_BIAS = 0, 1, 2, 0, 1, 2, 3, 4, 5, 0, 1
+    LATER, RATE, OF_A, DY, DFED, DSIZE, OF_D, OF_BIAS = 0, 1, 2, 3, 4, 5, 0, 1
     for task in range(first, last):
         b, r, number = task // (spans * R), task // spans % R, task % spans
         start = number * span
@@ -121,23 +125,16 @@ def scan_backward(
                 t = origin + j * forth
                 for block, e in enumerate(range(start, end, BLOCK)):
                     until, row = min(e + BLOCK, end), work[j, block]
-                    u_row = u[b, t, k, e:until]
-                    delta_row = delta[b, t, r, e:until]
-                    D_row = D[r, e:until]
-                    bias_row = bias[r, e:until]
+                    _feed(u[b, t, k, e:until], delta[b, t, r, e:until], D[r, e:until], bias[r, e:until], row)
                     dout_row = dout[b, t, r, e:until]
-                    for c in range(len(u_row)):
-                        row[SIZE, c] = softplus(delta_row[c] + bias_row[c])
-                    for c in range(len(u_row)):
-                        row[FED, c] = row[SIZE, c] * u_row[c]
-                        row[Y, c] = D_row[c] * u_row[c]
+                    for c in range(len(dout_row)):
                         row[DFED, c], row[DSIZE, c] = 0, 0
                     if z.size:
                         z_row = z[b, t, e:until]
-                        for c in range(len(u_row)):
+                        for c in range(len(dout_row)):
                             row[DY, c] = dout_row[c] * z_row[c] * sigmoid(z_row[c])
                     else:
-                        for c in range(len(u_row)):
+                        for c in range(len(dout_row)):
                             row[DY, c] = dout_row[c]
                 dB[number, b, t, r, :], dC[number, b, t, r, :] = 0, 0
             for block, e in enumerate(range(start, end, BLOCK)):

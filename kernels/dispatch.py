@@ -102,17 +102,12 @@ def package_obstacle(device: torch.device) -> str | None:
     return obstacle
 
 
-def find_compiler() -> str | None:
-    """Return the C compiler that Triton and torch.compile use: $CC, else gcc, else clang; None without any."""
-    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-
-
 def compiler_obstacle() -> str | None:
     """Return why Triton cannot build a kernel's launcher, with the fix, or None.
 
-    Triton needs a C compiler and Python.h.
+    Triton needs Python.h and a C compiler; like torch.compile it takes $CC, else gcc, else clang.
     """
-    chosen = find_compiler()
+    chosen = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if chosen is None:
         return "there is no C compiler, neither $CC nor gcc nor clang: install gcc, or set CC"
     if shutil.which(chosen) is None:

@@ -92,8 +92,13 @@ def launch(
     torch's deterministic algorithms, the first candidate runs without a trial.
 
     Args:
-        kernel: has an argument `bucket`, one of `TUNING_KEYS`.
+        kernel: a Triton kernel. One that may run without a config has an argument `bucket`, one of `TUNING_KEYS`.
+        candidates: the arguments `sizes` -> the configs among which it is tuned; the first is the untuned default.
+        sizes: what the candidates depend on, such as the dtype.
         grid: the numbers of programs, or a function of the config's constants that returns them.
+        arguments: the kernel's by name, without the config's constants.
+        device: that of the tensors.
+        config: the one to run, which is not tuned then.
 
     Raises:
         RuntimeError: a CUDA graph is being captured and no config is chosen yet. A trial synchronises, which would end
@@ -122,7 +127,7 @@ def launch(
         key = kernel, device, sizes, *dtypes, *map(arguments.get, TUNING_KEYS)
         config = config or (candidates(*sizes)[0] if is_fixed else CHOSEN.get(key))
         if config is None:
-            if is_capturing(device):
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(f"{kernel.__name__}: run it once at these sizes before a CUDA graph is captured")
             tuner = tuned(kernel, candidates, *sizes)
             tuner[grid](**arguments | {"bucket": device_bucket(arguments["bucket"], device)})
@@ -144,11 +149,6 @@ def _run(compiled: Any, size: tuple[int, int, int], values: Sequence[object]) ->
             return
     stream = driver.get_current_stream(driver.get_current_device())
     compiled.run(*size, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Tell whether a CUDA graph is being captured on the device's current stream."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def device_bucket(bucket: int, device: torch.device) -> int:

@@ -1,4 +1,4 @@
-"""Scalar functions for Triton kernels."""
+"""Device functions that several operators' Triton kernels share. Stores need no cast: Triton casts to the pointer's dtype."""
 
 import math
 
@@ -6,6 +6,12 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1 / math.log(2))
+
+
+@triton.jit
+def load_fp32(pointer, mask):
+    """Load numbers of any dtype as fp32, zeros where `mask` is false."""
+    return tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit

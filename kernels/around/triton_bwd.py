@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..triton_launch import ceil_div, launch, next_power_of_2
-from ..triton_math import sigmoid
+from ..triton_math import load_fp32, sigmoid
 from .reference import ONES, ConvNorm, GatedLinear, GatedNorm, ScanConvs
 from .triton_fwd import as_rows, gelu, lay_grid_taps, lay_taps, load_wide, normalise, rows_bucket
 
@@ -20,14 +20,14 @@ LOOP = 16
 @triton.jit
 def convolve(tokens_ptr, taps_ptr, tile, t, T, width, c, here, D: tl.constexpr):
     """Return tokens t, channels c at `tile`, plus the sum of their nine weighted neighbours on the grid."""
-    y = tl.load(tokens_ptr + tile, mask=here, other=0.0).to(tl.float32)
+    y = load_fp32(tokens_ptr + tile, here)
     column = t % width
     for i in tl.static_range(9):
         down, right = i // 3 - 1, i % 3 - 1
         at = t + down * width + right
         some = (at >= 0) & (at < T) & (column + right >= 0) & (column + right < width)
         there = tile + tl.cast(down * width + right, tl.int64) * D
-        x = tl.load(tokens_ptr + there, mask=here & some[:, None], other=0.0).to(tl.float32)
+        x = load_fp32(tokens_ptr + there, here & some[:, None])
         y += x * load_wide(taps_ptr + i * D, y, D)
     return y
 
@@ -58,7 +58,7 @@ def norm_backward_kernel(
     """
     b = tl.program_id(1).to(tl.int64)
     c = tl.arange(0, WIDTH)
-    gamma = tl.load(gamma_ptr + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
+    gamma = load_fp32(gamma_ptr + c, c < D)[None, :]
     dgamma = tl.zeros((ROWS, WIDTH), tl.float32)
     dbeta = tl.zeros((ROWS, WIDTH), tl.float32)
     for j in tl.range(0, LOOP):
@@ -68,15 +68,15 @@ def norm_backward_kernel(
         if CONVOLVE:
             y = convolve(tokens_ptr, taps_ptr, tile, t, T, width, c, here, D)
         else:
-            y = tl.load(tokens_ptr + tile, mask=here, other=0.0).to(tl.float32)
+            y = load_fp32(tokens_ptr + tile, here)
         x, rstd = normalise(y, D, here, eps)
-        d = tl.load(dout_ptr + tile, mask=here, other=0.0).to(tl.float32)
+        d = load_fp32(dout_ptr + tile, here)
         dgamma += d * x
         dbeta += d
         d *= gamma
         d = rstd[:, None] * (d - (tl.sum(d, 1) / D)[:, None] - x * (tl.sum(d * x, 1) / D)[:, None])
-        d += tl.load(dy_ptr + tile, mask=here, other=0.0).to(tl.float32)
-        tl.store(g_ptr + tile, d.to(g_ptr.dtype.element_ty), mask=here)
+        d += load_fp32(dy_ptr + tile, here)
+        tl.store(g_ptr + tile, d, mask=here)
     at = partial_ptr + (b * tl.num_programs(0) + tl.program_id(0)) * 2 * D + c
     tl.store(at, tl.sum(dgamma, 0), mask=c < D)
     tl.store(at + D, tl.sum(dbeta, 0), mask=c < D)
@@ -108,19 +108,19 @@ def conv_backward_kernel(
         here = (t < T)[:, None] & (c < D)[None, :]
         tile = (b * T + t[:, None]) * D + c[None, :]
         column = t % width
-        g = tl.load(g_ptr + tile, mask=here, other=0.0).to(tl.float32)
+        g = load_fp32(g_ptr + tile, here)
         dtokens = g
         for i in tl.static_range(9):
             down, right = i // 3 - 1, i % 3 - 1
             at = t + down * width + right
             some = here & ((at >= 0) & (at < T) & (column + right >= 0) & (column + right < width))[:, None]
             there = tile + tl.cast(down * width + right, tl.int64) * D
-            x = tl.load(tokens_ptr + there, mask=some, other=0.0).to(tl.float32)
+            x = load_fp32(tokens_ptr + there, some)
             sums += tl.where(n == i, tl.sum(g * x, 0)[None, :], 0.0)
             # the neighbour at tap i of this token sees this token at its tap 8 − i
-            other = tl.load(g_ptr + there, mask=some, other=0.0).to(tl.float32)
-            dtokens += other * tl.load(taps_ptr + (8 - i) * D + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
-        tl.store(dtokens_ptr + tile, dtokens.to(dtokens_ptr.dtype.element_ty), mask=here)
+            other = load_fp32(g_ptr + there, some)
+            dtokens += other * load_fp32(taps_ptr + (8 - i) * D + c, c < D)[None, :]
+        tl.store(dtokens_ptr + tile, dtokens, mask=here)
     at = partial_ptr + (b * tl.num_programs(0) + tl.program_id(0)) * 9 * D + n * D + c[None, :]
     tl.store(at, sums, mask=(n < 9) & (c < D)[None, :])
 
@@ -153,16 +153,14 @@ def scan_convs_backward_kernel(
         t = (tl.program_id(0) * LOOP + j) * TOKENS + tl.arange(0, TOKENS)
         inside = (t < T)[:, None] & some[None, :]
         tile = (b * T + t[:, None]) * (2 * D) + c[None, :]
-        dk = tl.load(dk_ptr + tile, mask=inside, other=0.0).to(tl.float32)
-        dq = tl.load(dq_ptr + tile, mask=inside, other=0.0).to(tl.float32)
+        dk = load_fp32(dk_ptr + tile, inside)
+        dq = load_fp32(dq_ptr + tile, inside)
         sums += tl.where(n == 8, tl.sum(dk, 0)[None, :], 0.0) + tl.where(n == 9, tl.sum(dq, 0)[None, :], 0.0)
         dx = tl.zeros((TOKENS, BLOCK), tl.float32)
         for i in tl.static_range(4):
             away = (3 - i) * back[None, :]
             at = t[:, None] + away
-            x = tl.load(x_ptr + (b * T + at) * rows + c[None, :], mask=inside & (at >= 0) & (at < T), other=0.0).to(
-                tl.float32
-            )
+            x = load_fp32(x_ptr + (b * T + at) * rows + c[None, :], inside & (at >= 0) & (at < T))
             sums += tl.where(n == i, tl.sum(dk * x, 0)[None, :], 0.0) + tl.where(
                 n == 4 + i, tl.sum(dq * x, 0)[None, :], 0.0
             )
@@ -170,11 +168,11 @@ def scan_convs_backward_kernel(
             at = t[:, None] - away
             there = inside & (at >= 0) & (at < T)
             far = (b * T + at) * (2 * D) + c[None, :]
-            k_weight = tl.load(taps_ptr + i * 2 * D + c, mask=some, other=0.0).to(tl.float32)[None, :]
-            q_weight = tl.load(taps_ptr + (4 + i) * 2 * D + c, mask=some, other=0.0).to(tl.float32)[None, :]
-            dx += tl.load(dk_ptr + far, mask=there, other=0.0).to(tl.float32) * k_weight
-            dx += tl.load(dq_ptr + far, mask=there, other=0.0).to(tl.float32) * q_weight
-        tl.store(dx_ptr + (b * T + t[:, None]) * dx_rows + c[None, :], dx.to(dx_ptr.dtype.element_ty), mask=inside)
+            k_weight = load_fp32(taps_ptr + i * 2 * D + c, some)[None, :]
+            q_weight = load_fp32(taps_ptr + (4 + i) * 2 * D + c, some)[None, :]
+            dx += load_fp32(dk_ptr + far, there) * k_weight
+            dx += load_fp32(dq_ptr + far, there) * q_weight
+        tl.store(dx_ptr + (b * T + t[:, None]) * dx_rows + c[None, :], dx, mask=inside)
     at = partial_ptr + (b * tl.num_programs(0) + tl.program_id(0)) * 20 * D + n * (2 * D) + c[None, :]
     tl.store(at, sums, mask=(n < 10) & some[None, :])
 
@@ -201,27 +199,23 @@ def gated_norm_backward_kernel(
 ):
     """Write dz and dgate. Partial sums are those of weight and bias."""
     c = tl.arange(0, WIDTH)
-    weight = tl.load(weight_ptr + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
-    bias = tl.load(bias_ptr + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
+    weight = load_fp32(weight_ptr + c, c < D)[None, :]
+    bias = load_fp32(bias_ptr + c, c < D)[None, :]
     dweight = tl.zeros((ROWS, WIDTH), tl.float32)
     dbias = tl.zeros((ROWS, WIDTH), tl.float32)
     for j in tl.range(0, LOOP):
         t = (tl.program_id(0).to(tl.int64) * LOOP + j) * ROWS + tl.arange(0, ROWS)
         here = (t < count)[:, None] & (c < D)[None, :]
         both = t[:, None] * (2 * D) + c[None, :]
-        z = tl.load(z_ptr + both, mask=here, other=0.0).to(tl.float32)
-        z += tl.load(z_ptr + both + D, mask=here, other=0.0).to(tl.float32)
+        z = load_fp32(z_ptr + both, here)
+        z += load_fp32(z_ptr + both + D, here)
         x, rstd = normalise(z, D, here, eps)
-        g = tl.load(gate_ptr + t[:, None] * rows + c[None, :], mask=here, other=0.0).to(tl.float32)
+        g = load_fp32(gate_ptr + t[:, None] * rows + c[None, :], here)
         opened, s = gelu(g)
-        d = tl.load(dout_ptr + t[:, None] * D + c[None, :], mask=here, other=0.0).to(tl.float32)
+        d = load_fp32(dout_ptr + t[:, None] * D + c[None, :], here)
         # GELU(g) = g s with s = sigmoid(2u), 2u = √(8/π) (g + 0.044715 g³), so its slope is s + g s (1 − s) (2u)′
         slope = s + g * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * g * g)
-        tl.store(
-            dgate_ptr + t[:, None] * dgate_rows + c[None, :],
-            (d * (x * weight + bias) * slope).to(dgate_ptr.dtype.element_ty),
-            mask=here,
-        )
+        tl.store(dgate_ptr + t[:, None] * dgate_rows + c[None, :], d * (x * weight + bias) * slope, mask=here)
         d *= opened
         dweight += d * x
         dbias += d
@@ -253,12 +247,12 @@ def activation_backward_kernel(
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = (t < count)[:, None] & (c < HIDDEN)[None, :]
     tile = t[:, None] * (2 * HIDDEN) + c[None, :]
-    a = tl.load(h_ptr + tile, mask=here, other=0.0).to(tl.float32)
-    b = tl.load(h_ptr + tile + HIDDEN, mask=here, other=0.0).to(tl.float32)
-    d = tl.load(dout_ptr + t[:, None] * (HIDDEN + PAD) + c[None, :], mask=here, other=0.0).to(tl.float32)
+    a = load_fp32(h_ptr + tile, here)
+    b = load_fp32(h_ptr + tile + HIDDEN, here)
+    d = load_fp32(dout_ptr + t[:, None] * (HIDDEN + PAD) + c[None, :], here)
     s = sigmoid(a)
-    tl.store(dh_ptr + tile, (d * b * s * (1.0 + a * (1.0 - s))).to(dh_ptr.dtype.element_ty), mask=here)
-    tl.store(dh_ptr + tile + HIDDEN, (d * a * s).to(dh_ptr.dtype.element_ty), mask=here)
+    tl.store(dh_ptr + tile, d * b * s * (1.0 + a * (1.0 - s)), mask=here)
+    tl.store(dh_ptr + tile + HIDDEN, d * a * s, mask=here)
 
 
 def row_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:

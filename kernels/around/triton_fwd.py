@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..triton_launch import INTERPRETED as INTERPRETED  # callers find it here, as in any forward module
 from ..triton_launch import ceil_div, dtype_obstacle, launch, next_power_of_2
-from ..triton_math import sigmoid
+from ..triton_math import load_fp32, sigmoid
 from .reference import ONES, ConvNorm, GatedLinear, GatedNorm, ScanConvs
 
 DTYPES = torch.float32, torch.float16, torch.bfloat16
@@ -45,7 +45,7 @@ def load_wide(weight_ptr, like, D: tl.constexpr):
     Each thread loads the elements that it needs itself: no data pass between threads.
     """
     at = tl.zeros_like(like).to(tl.int32) + tl.arange(0, like.shape[1])[None, :]
-    return tl.load(weight_ptr + at, mask=at < D, other=0.0).to(tl.float32)
+    return load_fp32(weight_ptr + at, at < D)
 
 
 @triton.jit
@@ -121,9 +121,9 @@ def conv_norm_kernel(
         current = k00 * up + k10 * own + k20 * down
         inside = here & (x < width)
         at = middle + tl.cast(x, tl.int64) * D
-        tl.store(y_ptr + at, sums.to(y_ptr.dtype.element_ty), mask=inside)
+        tl.store(y_ptr + at, sums, mask=inside)
         normed, _ = normalise(sums, D, (c < D)[None, :], eps)
-        tl.store(out_ptr + at, (normed * gamma + beta).to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(out_ptr + at, normed * gamma + beta, mask=inside)
 
 
 @triton.jit(do_not_specialize=["T", "bucket"])
@@ -150,19 +150,17 @@ def scan_convs_kernel(
     b = tl.program_id(2).to(tl.int64)
     some = c < 2 * D
     back = tl.where(c < D, -1, 1)
-    k = tl.load(k_bias_ptr + c, mask=some, other=0.0).to(tl.float32)[None, :] + tl.zeros((TOKENS, BLOCK), tl.float32)
-    q = tl.load(q_bias_ptr + c, mask=some, other=0.0).to(tl.float32)[None, :] + tl.zeros((TOKENS, BLOCK), tl.float32)
+    k = load_fp32(k_bias_ptr + c, some)[None, :] + tl.zeros((TOKENS, BLOCK), tl.float32)
+    q = load_fp32(q_bias_ptr + c, some)[None, :] + tl.zeros((TOKENS, BLOCK), tl.float32)
     for i in tl.static_range(4):
         at = t[:, None] + (3 - i) * back[None, :]
-        x = tl.load(x_ptr + (b * T + at) * rows + c[None, :], mask=(at >= 0) & (at < T) & some[None, :], other=0.0).to(
-            tl.float32
-        )
-        k += x * tl.load(taps_ptr + i * 2 * D + c, mask=some, other=0.0).to(tl.float32)[None, :]
-        q += x * tl.load(taps_ptr + (4 + i) * 2 * D + c, mask=some, other=0.0).to(tl.float32)[None, :]
+        x = load_fp32(x_ptr + (b * T + at) * rows + c[None, :], (at >= 0) & (at < T) & some[None, :])
+        k += x * load_fp32(taps_ptr + i * 2 * D + c, some)[None, :]
+        q += x * load_fp32(taps_ptr + (4 + i) * 2 * D + c, some)[None, :]
     tile = (b * T + t[:, None]) * (2 * D) + c[None, :]
     inside = (t < T)[:, None] & some[None, :]
-    tl.store(out_ptr + tile, k.to(out_ptr.dtype.element_ty), mask=inside)
-    tl.store(out_ptr + size + tile, q.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + tile, k, mask=inside)
+    tl.store(out_ptr + size + tile, q, mask=inside)
 
 
 @triton.jit(do_not_specialize=["count", "bucket"])
@@ -184,13 +182,13 @@ def gated_norm_kernel(
     t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, WIDTH)
     here = (t < count)[:, None] & (c < D)[None, :]
-    z = tl.load(z_ptr + t[:, None] * (2 * D) + c[None, :], mask=here, other=0.0).to(tl.float32)
-    z += tl.load(z_ptr + t[:, None] * (2 * D) + D + c[None, :], mask=here, other=0.0).to(tl.float32)
+    z = load_fp32(z_ptr + t[:, None] * (2 * D) + c[None, :], here)
+    z += load_fp32(z_ptr + t[:, None] * (2 * D) + D + c[None, :], here)
     x, _ = normalise(z, D, here, eps)
-    g, _ = gelu(tl.load(gate_ptr + t[:, None] * rows + c[None, :], mask=here, other=0.0).to(tl.float32))
-    weight = tl.load(weight_ptr + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
-    bias = tl.load(bias_ptr + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
-    tl.store(out_ptr + t[:, None] * D + c[None, :], (g * (x * weight + bias)).to(out_ptr.dtype.element_ty), mask=here)
+    g, _ = gelu(load_fp32(gate_ptr + t[:, None] * rows + c[None, :], here))
+    weight = load_fp32(weight_ptr + c, c < D)[None, :]
+    bias = load_fp32(bias_ptr + c, c < D)[None, :]
+    tl.store(out_ptr + t[:, None] * D + c[None, :], g * (x * weight + bias), mask=here)
 
 
 @triton.jit(do_not_specialize=["count", "bucket"])
@@ -202,10 +200,10 @@ def norm_kernel(
     c = tl.arange(0, WIDTH)
     here = (t < count)[:, None] & (c < D)[None, :]
     at = t[:, None] * D + c[None, :]
-    x, _ = normalise(tl.load(x_ptr + at, mask=here, other=0.0).to(tl.float32), D, here, eps)
-    weight = tl.load(weight_ptr + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
-    bias = tl.load(bias_ptr + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
-    tl.store(out_ptr + at, (x * weight + bias).to(out_ptr.dtype.element_ty), mask=here)
+    x, _ = normalise(load_fp32(x_ptr + at, here), D, here, eps)
+    weight = load_fp32(weight_ptr + c, c < D)[None, :]
+    bias = load_fp32(bias_ptr + c, c < D)[None, :]
+    tl.store(out_ptr + at, x * weight + bias, mask=here)
 
 
 @triton.jit
@@ -241,14 +239,8 @@ def gated_linear_kernel(
     if (columns + 1) * BLOCK >= HIDDEN:  # the program of a row's last columns also writes the ones
         ones = out_ptr + t[:, None] * (HIDDEN + PAD) + HIDDEN + tl.arange(0, PAD)[None, :]
         tl.store(ones, tl.full((TOKENS, PAD), 1.0, out_ptr.dtype.element_ty), mask=(t < count)[:, None])
-    a = (
-        tl.zeros((TOKENS, BLOCK), tl.float32)
-        + tl.load(bias_ptr + c, mask=c < HIDDEN, other=0.0).to(tl.float32)[None, :]
-    )
-    b = (
-        tl.zeros((TOKENS, BLOCK), tl.float32)
-        + tl.load(bias_ptr + HIDDEN + c, mask=c < HIDDEN, other=0.0).to(tl.float32)[None, :]
-    )
+    a = tl.zeros((TOKENS, BLOCK), tl.float32) + load_fp32(bias_ptr + c, c < HIDDEN)[None, :]
+    b = tl.zeros((TOKENS, BLOCK), tl.float32) + load_fp32(bias_ptr + HIDDEN + c, c < HIDDEN)[None, :]
     for start in tl.range(0, D, DEPTH):
         d = start + tl.arange(0, DEPTH)
         x = tl.load(x_ptr + t[:, None] * D + d[None, :], mask=(t < count)[:, None] & (d < D)[None, :], other=0.0)
@@ -258,7 +250,7 @@ def gated_linear_kernel(
         b = tl.dot(x, tl.load(tile + HIDDEN * D, mask=some, other=0.0), acc=b, input_precision="ieee")
     y = a * b * sigmoid(a)
     written = (t < count)[:, None] & (c < HIDDEN)[None, :]
-    tl.store(out_ptr + t[:, None] * (HIDDEN + PAD) + c[None, :], y.to(out_ptr.dtype.element_ty), mask=written)
+    tl.store(out_ptr + t[:, None] * (HIDDEN + PAD) + c[None, :], y, mask=written)
 
 
 def unsupported(dtype: torch.dtype, leading: str) -> str | None:

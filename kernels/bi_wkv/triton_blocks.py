@@ -290,7 +290,7 @@ def go_gently(
         y = x[j] * v[j]
         total = b * of_left + b_rights[j] * of_right + x[j] * of_own
         mean = (a * of_left + a_rights[j] * of_right + y * of_own) / total
-        store_row(out_ptr + at + j * C, mean.to(out_ptr.dtype.element_ty), j, left, there, WHOLE)
+        store_row(out_ptr + at + j * C, mean, j, left, there, WHOLE)
         if KEEP:
             store_row(lse_ptr + at + j * C, m_both + tl.log2(total), j, left, there, WHOLE)
         a = a * decay + y
@@ -334,7 +334,7 @@ def go_on(
         of_own = tl.exp2(own - m_both)
         total = b * of_left + right[j][2] * of_right + of_own
         mean = (a * of_left + right[j][1] * of_right + v[j] * of_own) / total
-        store_row(out_ptr + at + j * C, mean.to(out_ptr.dtype.element_ty), j, left, there, 0)
+        store_row(out_ptr + at + j * C, mean, j, left, there, 0)
         if KEEP:
             store_row(lse_ptr + at + j * C, m_both + tl.log2(total), j, left, there, 0)
         m, a, b = step(w, m, a, b, k[j], v[j], one[j])

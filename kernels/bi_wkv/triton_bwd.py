@@ -127,8 +127,8 @@ def backward_kernel(
             dk = v[j] * dv - (from_left * H + from_right * H_right + from_own * g_out[j])
             du += from_own * (v[j] * g[j] - g_out[j])
             inside = there & (j < left)
-            tl.store(dv_ptr + at + j * C, dv.to(dv_ptr.dtype.element_ty), mask=inside)
-            tl.store(dk_ptr + at + j * C, dk.to(dk_ptr.dtype.element_ty), mask=inside)
+            tl.store(dv_ptr + at + j * C, dv, mask=inside)
+            tl.store(dk_ptr + at + j * C, dk, mask=inside)
             m, a, b = step(w, m, a, b, k[j], v[j], one[j])
             e, G, H = step(w, e, G, H, minus_L[j], g[j], g_out[j])
 

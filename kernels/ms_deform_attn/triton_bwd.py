@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..triton_launch import launch, next_power_of_2
+from ..triton_math import load_fp32
 from .reference import Arguments
 from .triton_fwd import SIZE_NAMES, cell_of, load_pixel, pixel_coordinates, run_by_rows, shared_arguments
 
@@ -73,9 +74,7 @@ def points_kernel(
     map_ptr = value_ptr + (image * S * M + head) * C
     first = (image * M + head) * cells
     none = tl.cast(rows, tl.int64) // Q * cells
-    g = tl.load(dout_ptr + row[:, None] * C + c[None, :], mask=there[:, None] & (c < C)[None, :], other=0.0).to(
-        tl.float32
-    )
+    g = load_fp32(dout_ptr + row[:, None] * C + c[None, :], there[:, None] & (c < C)[None, :])
     sizes = (h0, w0, h1, w1, h2, w2, h3, w3)
     for level in tl.static_range(L):
         h = sizes[2 * level]
@@ -97,7 +96,7 @@ def points_kernel(
             tl.store(dlocations_ptr + 2 * sample, dx * w, mask=there)
             tl.store(dlocations_ptr + 2 * sample + 1, weight * (lower - upper) * h, mask=there)
             cell = tl.where(near, first + (i + 1) * (w + 1) + (j + 1), none)
-            tl.store(cells_ptr + sample, cell.to(cells_ptr.dtype.element_ty), mask=there)
+            tl.store(cells_ptr + sample, cell, mask=there)
         map_ptr += tl.cast(h, tl.int64) * w * (M * C)
         first += (h + 1) * (w + 1)
 
@@ -148,7 +147,7 @@ def value_kernel(
             g = tl.load(from_row[:, None] + c[None, :], mask=there[:, None] & (c < C)[None, :], other=0.0)
             dvalue += share[:, None] * g.to(tl.float32)
     to = dvalue_ptr + ((image * S + first + pixel) * M + head) * C + c
-    tl.store(to, tl.sum(dvalue, 0).to(dvalue_ptr.dtype.element_ty), mask=c < C)
+    tl.store(to, tl.sum(dvalue, 0), mask=c < C)
 
 
 def configs(head_dim: int) -> list[triton.Config]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..triton_launch import INTERPRETED as INTERPRETED  # callers find it here, as in any forward module
 from ..triton_launch import ceil_div, dtype_obstacle, launch, next_power_of_2
+from ..triton_math import load_fp32
 from .reference import Arguments
 
 DTYPES = torch.float32, torch.float16, torch.bfloat16
@@ -47,7 +48,7 @@ def load_pixel(map_ptr, i, j, near, h, w, c, M: tl.constexpr, C: tl.constexpr):
     """Load the channels of pixel (i, j) of each row's map in fp32, zeros outside."""
     inside = near & (i >= 0) & (i < h) & (j >= 0) & (j < w)
     at = map_ptr + (i * w + j).to(tl.int64) * (M * C)
-    return tl.load(at[:, None] + c[None, :], mask=inside[:, None] & (c < C)[None, :], other=0.0).to(tl.float32)
+    return load_fp32(at[:, None] + c[None, :], inside[:, None] & (c < C)[None, :])
 
 
 @triton.jit(do_not_specialize=["rows", "S", "Q", "bucket", *SIZE_NAMES])
@@ -99,11 +100,7 @@ def forward_kernel(
             lower = v10 * (1.0 - right) + v11 * right
             out += weight * (upper * (1.0 - down) + lower * down)
         map_ptr += tl.cast(h, tl.int64) * w * (M * C)
-    tl.store(
-        out_ptr + row[:, None] * C + c[None, :],
-        out.to(out_ptr.dtype.element_ty),
-        mask=there[:, None] & (c < C)[None, :],
-    )
+    tl.store(out_ptr + row[:, None] * C + c[None, :], out, mask=there[:, None] & (c < C)[None, :])
 
 
 def unsupported(dtype: torch.dtype, head_dim: int, levels: int) -> str | None:

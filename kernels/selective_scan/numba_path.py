@@ -34,9 +34,9 @@ def forward(x: Arguments, keep_states: bool) -> tuple[Tensor, Tensor]:
     out = torch.empty(shape, dtype=x.out_dtype)
     states = torch.empty(states_shape(shape, x.A.shape[-1], keep_states), dtype=compute_dtype(x.u.dtype))
     for images in _blocks(shape):
-        part = _Part(x, images)
+        given, back, tasks, span = _prepare(x, images)
         y = out[images] if out.dtype == states.dtype else states.new_empty(out[images].shape)
-        threads.run_loop(cpu_scan.scan_forward, part.tasks, part.span, *part.arrays, y, states[images], part.back)
+        threads.run_loop(cpu_scan.scan_forward, tasks, span, *given, y, states[images], back)
         if out.dtype != states.dtype:
             out[images] = y
     return out, states
@@ -52,16 +52,16 @@ def backward(dout: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor | None,
     dz = None if x.z is None else torch.empty(x.z.shape, dtype=x.z.dtype)
     dA, dD, dbias = (torch.zeros(like.shape, dtype=states.dtype) for like in (x.A.mT, x.D, x.delta_bias))
     for images in _blocks(x.delta.shape):
-        part = _Part(x, images)
+        given, back, tasks, span = _prepare(x, images)
         b, T, R, E = shape = x.delta[images].shape
         of_u, of_delta, of_z = (
             states.new_empty(size) for size in (shape, shape, (0, 0, 0, 0) if dz is None else shape)
         )
         of_A, of_D, of_bias = (states.new_empty((b, *like.shape)) for like in (dA, dD, dbias))
-        of_B, of_C = (states.new_empty((part.spans, b, T, R, N)) for _ in range(2))
-        given = *part.arrays, dout[images].to(states.dtype).contiguous(), states[images], part.back
+        of_B, of_C = (states.new_empty((tasks // (b * R), b, T, R, N)) for _ in range(2))
+        own_dout = dout[images].to(states.dtype).contiguous()
         results = of_u, of_delta, of_A, of_B, of_C, of_D, of_bias, of_z
-        threads.run_loop(cpu_scan.scan_backward, part.tasks, part.span, *given, *results)
+        threads.run_loop(cpu_scan.scan_backward, tasks, span, *given, own_dout, states[images], back, *results)
         du[images] = of_u if K == R else of_u.unflatten(2, (-1, K)).sum(2)
         ddelta[images], dB[images], dC[images] = of_delta, of_B.sum(0), of_C.sum(0)
         if dz is not None:
@@ -72,21 +72,21 @@ def backward(dout: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor | None,
 
 
 def _blocks(shape: Sequence[int]) -> list[slice]:
+    """Cut the images of delta (B,T,R,E) into parts of about `_ELEMENTS` elements."""
     images, T, R, E = shape
     step = max(1, _ELEMENTS // (T * R * E))
     return [slice(first, first + step) for first in range(0, images, step)]
 
 
-class _Part:
-    """Arguments of the loops, in their order, for some images: contiguous in the compute dtype, and A as (R,N,E)."""
+def _prepare(x: Arguments, images: slice) -> tuple[tuple[Tensor, ...], np.ndarray, int, int]:
+    """Return what the loops take of some images: (tensors, direction of each route, tasks, channels of a task).
 
-    def __init__(self, x: Arguments, images: slice):
-        dtype = compute_dtype(x.u.dtype)
-        u, delta, B, C = (each[images].to(dtype).contiguous() for each in (x.u, x.delta, x.B, x.C))
-        z = u.new_empty(0, 0, 0) if x.z is None else x.z[images].to(dtype).contiguous()
-        exponents = x.A.mT.to(dtype).contiguous() * math.log2(math.e)
-        self.arrays = u, delta, exponents, B, C, x.D.to(dtype).contiguous(), x.delta_bias.to(dtype).contiguous(), z
-        self.back = np.array(x.reverse, np.int64)
-        b, _, R, E = delta.shape
-        self.tasks, self.span = threads.split(b * R, E, BLOCK)
-        self.spans = self.tasks // (b * R)
+    The tensors are in the loops' order, contiguous in the compute dtype, with A as exponents (R,N,E) of two.
+    """
+    dtype = compute_dtype(x.u.dtype)
+    u, delta, B, C = (each[images].to(dtype).contiguous() for each in (x.u, x.delta, x.B, x.C))
+    z = u.new_empty(0, 0, 0) if x.z is None else x.z[images].to(dtype).contiguous()
+    exponents = x.A.mT.to(dtype).contiguous() * math.log2(math.e)
+    given = u, delta, exponents, B, C, x.D.to(dtype).contiguous(), x.delta_bias.to(dtype).contiguous(), z
+    b, _, R, E = delta.shape
+    return given, np.array(x.reverse, np.int64), *threads.split(b * R, E, BLOCK)

@@ -26,8 +26,8 @@ def _load_loops():
     return numba_path, numba_path
 
 
-# multiply-adds of one state: Δ·A, Δu·B, exp(ΔA)·h with the addition, and C·h with the sum
-MACS_PER_STATE = 4
+# multiply-adds of one state and token: Δ·A, Δu·B, exp(ΔA)·h with the addition, and C·h with the sum
+_MACS_PER_STATE = 4
 
 
 def selective_scan(
@@ -69,7 +69,7 @@ def selective_scan(
     Raises:
         TypeError: an argument has a wrong type or dtype. ValueError: a wrong shape, device or value. Both name it.
     """
-    _check("selective_scan", (), u, delta, A, B, C, D, z, delta_bias, full_precision)
+    _check("selective_scan", (), (u, delta, A, B, C, D, z, delta_bias), full_precision)
     if not isinstance(reverse, bool):
         raise TypeError(f"selective_scan: reverse is {reverse!r}, expected True or False")
     u, delta, B, C = (x.unsqueeze(2) for x in (u, delta, B, C))
@@ -103,8 +103,9 @@ def selective_scan_bidir(
     Returns:
         out (B,T,2,E), both directions in the order of the input.
     """
-    _check("selective_scan_bidir", (2,), u, delta, A, B, C, D, z, delta_bias, full_precision)
-    return CUSTOM_OP(Arguments(u, delta, A, B, C, D, z, delta_bias, [False, True], full_precision), backend)
+    tensors = u, delta, A, B, C, D, z, delta_bias
+    _check("selective_scan_bidir", (2,), tensors, full_precision)
+    return CUSTOM_OP(Arguments(*tensors, [False, True], full_precision), backend)
 
 
 def selective_scan_routes(
@@ -142,15 +143,13 @@ def selective_scan_routes(
         raise TypeError(
             f"selective_scan_routes: reverse is {reverse!r}, expected a flag, True or False, for each route"
         )
-    _check("selective_scan_routes", (len(flags),), u, delta, A, B, C, D, z, delta_bias, full_precision)
-    return CUSTOM_OP(Arguments(u, delta, A, B, C, D, z, delta_bias, flags, full_precision), backend)
+    tensors = u, delta, A, B, C, D, z, delta_bias
+    _check("selective_scan_routes", (len(flags),), tensors, full_precision)
+    return CUSTOM_OP(Arguments(*tensors, flags, full_precision), backend)
 
 
 def one_direction(inputs: Sequence[Tensor | None], r: int = 0) -> list[Tensor | None]:
-    """Return the tensors of `selective_scan` for route r.
-
-    `inputs` are those of `selective_scan_bidir` or `selective_scan_routes`.
-    """
+    """Return the tensors of `selective_scan` for route r, from those of `selective_scan_bidir` or `_routes`."""
     u, delta, A, B, C, D, z, delta_bias = inputs
     return [u[:, :, r % u.shape[2]], delta[:, :, r], A[r], B[:, :, r], C[:, :, r], D[r], z, delta_bias[r]]
 
@@ -171,6 +170,7 @@ def selected_backend(
 
 
 def _reference(x: Arguments) -> Tensor:
+    """Return the output by the recurrence of each route."""
     outs = [
         selective_scan_recurrence(*one_direction(x[:8], r), reverse=flag, full_precision=x.full_precision)
         for r, flag in enumerate(x.reverse)
@@ -178,16 +178,17 @@ def _reference(x: Arguments) -> Tensor:
     return torch.stack(outs, 2)
 
 
-def _check(op, routes, u, delta, A, B, C, D, z, delta_bias, full_precision):
+def _check(op: str, routes: tuple[int, ...], tensors: Sequence[Tensor | None], full_precision: bool) -> None:
     """Raise a TypeError or ValueError that names the argument, its value and the expected one.
 
     `routes` is the shape of the route axis: (R,), or () for `selective_scan`, which has no such axis. `op` is the
     public name: for `selective_scan_routes` alone u may have fewer sequences than routes.
     """
-    tensors = {"u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "delta_bias": delta_bias}
-    if z is not None:
-        tensors["z"] = z
-    dispatch.check_are_tensors(op, tensors)
+    named = dict(zip(Arguments._fields, tensors, strict=False))  # the fields after the tensors are left out
+    if named["z"] is None:
+        del named["z"]
+    dispatch.check_are_tensors(op, named)
+    u, A = named["u"], named["A"]
     shared = op == "selective_scan_routes"
     letters = "".join(f"{size}," for size in routes)
     in_u = (None,) if shared else routes
@@ -210,18 +211,18 @@ def _check(op, routes, u, delta, A, B, C, D, z, delta_bias, full_precision):
         "delta_bias": (*routes, E),
     }
     expected |= {"z": (*tokens, E)} | dict.fromkeys(("B", "C"), (*tokens, *routes, N))
-    dispatch.check_others(op, "u", tensors, expected, ("u", "delta", "B", "C", "z"), N=N)
+    dispatch.check_others(op, "u", named, expected, ("u", "delta", "B", "C", "z"), N=N)
 
 
 def forward_flops(shape: Sequence[int], state_dim: int) -> int:
     """Count the FLOPs for delta of shape (B,T,R,E): 2 for each multiply-add of every state at every token.
 
-    A state has `MACS_PER_STATE` of them; per route these are the 4·T·E·N multiply-adds of the Vim paper. softplus, the
+    A state has `_MACS_PER_STATE` of them; per route these are the 4·T·E·N multiply-adds of the Vim paper. softplus, the
     skip D·u and the gate are element-wise and count as free, as do all operations of the reference backend in PyTorch's
     counter.
     """
     B, T, R, E = shape
-    return 2 * MACS_PER_STATE * B * T * R * E * state_dim
+    return 2 * _MACS_PER_STATE * B * T * R * E * state_dim
 
 
 def backward_flops(shape: Sequence[int], state_dim: int) -> int:

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..triton_launch import launch
-from ..triton_math import LOG2E, sigmoid
+from ..triton_math import LOG2E, load_fp32, sigmoid
 from .reference import Arguments
 from .triton_fwd import configs, place, programs, shared_arguments, softplus
 
@@ -156,8 +156,8 @@ def backward_kernel(
             if j + 1 < spans:
                 for k in tl.static_range(SPAN):
                     at = step * (group * GROUP + j * SPAN + k).to(tl.int64)
-                    u = tl.load(u_ptr + at * u_t + e, mask=inside, other=0.0).to(tl.float32)
-                    delta = tl.load(delta_ptr + at * delta_t + e, mask=inside, other=0.0).to(tl.float32)
+                    u = load_fp32(u_ptr + at * u_t + e, inside)
+                    delta = load_fp32(delta_ptr + at * delta_t + e, inside)
                     B = tl.load(B_ptr + at * B_t + n).to(tl.float32)
                     size = softplus(delta + bias)
                     h = tl.exp2(A * channels(size * LOG2E)) * h + states(B) * channels(size * u)
@@ -172,13 +172,13 @@ def backward_kernel(
                 at = step * i.to(tl.int64)
                 here = inside & (i < T)
                 some = (n >= 0) & (i < T)
-                us = us + (tl.load(u_ptr + at * u_t + e, mask=here, other=0.0).to(tl.float32),)
-                raws = raws + (tl.load(delta_ptr + at * delta_t + e, mask=here, other=0.0).to(tl.float32) + bias,)
-                Bs = Bs + (tl.load(B_ptr + at * B_t + n, mask=some, other=0.0).to(tl.float32),)
-                Cs = Cs + (tl.load(C_ptr + at * C_t + n, mask=some, other=0.0).to(tl.float32),)
-                douts = douts + (tl.load(dout_ptr + at * (R * E) + e, mask=here, other=0.0).to(tl.float32),)
+                us = us + (load_fp32(u_ptr + at * u_t + e, here),)
+                raws = raws + (load_fp32(delta_ptr + at * delta_t + e, here) + bias,)
+                Bs = Bs + (load_fp32(B_ptr + at * B_t + n, some),)
+                Cs = Cs + (load_fp32(C_ptr + at * C_t + n, some),)
+                douts = douts + (load_fp32(dout_ptr + at * (R * E) + e, here),)
                 if GATE:
-                    zs = zs + (tl.load(z_ptr + at * z_t + e, mask=here, other=0.0).to(tl.float32),)
+                    zs = zs + (load_fp32(z_ptr + at * z_t + e, here),)
 
             sizes, decays, before, dys = (), (), (), ()
             for k in tl.static_range(SPAN):
@@ -216,8 +216,8 @@ def backward_kernel(
                 dA += p * channels(size)
                 dbias += tl.where(i < T, ddelta, 0.0)
                 dD += dy * u
-                tl.store(du_ptr + at * (R * E) + e, (dinput * size + dy * skip).to(du_ptr.dtype.element_ty), mask=here)
-                tl.store(ddelta_ptr + at * (R * E) + e, ddelta.to(ddelta_ptr.dtype.element_ty), mask=here)
+                tl.store(du_ptr + at * (R * E) + e, dinput * size + dy * skip, mask=here)
+                tl.store(ddelta_ptr + at * (R * E) + e, ddelta, mask=here)
         tl.debug_barrier()  # the next group overwrites the scratch memory
 
     tl.store(dA_ptr + (b * R + r) * N * E + tile, dA, mask=channels(inside))

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..triton_launch import INTERPRETED as INTERPRETED  # callers find it here, as in any forward module
 from ..triton_launch import ceil_div, direction_bits, dtype_obstacle, launch
-from ..triton_math import LOG2E, invert, sigmoid
+from ..triton_math import LOG2E, invert, load_fp32, sigmoid
 from .reference import Arguments
 
 STATE_DIMS = 1, 8, 16, 32  # each has an entry in AHEAD_OF_ENDS, which is read for long sequences of few images alone
@@ -181,7 +181,7 @@ def forward_kernel(
             here = inside if k == 0 else inside & (i + k < tokens)
             u, delta, B, C = us[k], deltas[k], Bs[k], Cs[k]
             if GATE:
-                z = tl.load(z_ptr + e, mask=here, other=0.0).to(tl.float32)
+                z = load_fp32(z_ptr + e, here)
                 z_ptr += step * z_t
 
             size = softplus(delta.to(tl.float32) + bias)
@@ -192,7 +192,7 @@ def forward_kernel(
                 y = tl.sum(C.to(tl.float32)[:, None] * h, 0) + skip * u.to(tl.float32)
                 if GATE:
                     y = y * (z * sigmoid(z))
-                tl.store(out_ptr + e, y.to(out_ptr.dtype.element_ty), mask=here)
+                tl.store(out_ptr + e, y, mask=here)
                 out_ptr += step * R * E
         us, deltas, Bs, Cs = next_us, next_deltas, next_Bs, next_Cs
     if ENDS:

@@ -24,29 +24,33 @@ from .cases import Cases, Sizes
 from .check import failure
 
 FORWARD, BOTH_PASSES = "forward", "forward+backward"
-
-OURS = ("copy", "triton", "torch")
 # in place of the passes, in rows that are not timed; `repro.bench.kernels.find_memory_ratio` has this text written out
 MEMORY = "memory of both passes"
-MEASURED_OF_MEMORY = ("reference", "triton")
+
+# `repro kernels bench` fails where a row of one of these failed
+OURS = ("copy", "triton", "torch")
 # a step of `planned`: the sizes, the passes, and the name of the implementation
 _Step = tuple[Sizes, str, str]
-WARMUP_MS, REPEAT_MS, MIN_SAMPLES = 100, 400, 10
+# of `do_bench`: milliseconds of calls before the timed ones, and of timed calls; and the fewest timed calls of a row
+_WARMUP_MS, _REPEAT_MS, _MIN_SAMPLES = 100, 400, 10
 
 
 def planned(cases: Cases, compared: bool = False) -> dict[str, _Step]:
-    """Return the steps that are timed of an operator, in order, by their `step_key`.
+    """Return the steps that are measured of an operator, in order, by their `step_key`.
 
     At each shape the copy comes first: `measure` compares the other steps with its row. With `compared` these are only
-    the steps of the shape at which there are goals.
+    the steps of the shape at which there are goals. The steps of memory, of TTT-Linear alone, are for the paper's
+    Appendix B: the reference under autograd and the kernels, with 8 samples of the shape of the goals.
     """
-    shapes = [cases.COMPARED] if compared else cases.SHAPES
-    return {
-        step_key(cases, sizes, passes, name): (sizes, passes, name)
-        for sizes in shapes
+    steps = [
+        (sizes, passes, name)
+        for sizes in ([cases.COMPARED] if compared else cases.SHAPES)
         for passes in (FORWARD, BOTH_PASSES)
         for name in ("copy", *cases.implementations(sizes))
-    }
+    ]
+    if cases.NAME == "ttt_linear":
+        steps += [(dataclasses.replace(cases.COMPARED, batch=8), MEMORY, name) for name in ("reference", "triton")]
+    return {step_key(cases, *step): step for step in steps}
 
 
 def step_key(cases: Cases, sizes: Sizes, passes: str, name: str) -> str:
@@ -62,25 +66,27 @@ def row_key(cases: Cases, row: Mapping[str, Any]) -> str:
 def measure(
     cases: Cases, device: torch.device, step: _Step, find: Callable[[str], Mapping[str, Any] | None]
 ) -> dict[str, Any]:
-    """Time a step of `planned` and return its row.
+    """Measure a step of `planned` and return its row.
 
     `find` returns the row of a `step_key`, for the copy with which the step is compared.
 
     A row is {operator, implementation, passes, the sizes, dtype, status, median_ms, p20_ms, p80_ms, samples, bytes,
     gflop, gb_per_s, tflop_per_s, share_of_copy_percent, peak_memory_mib}. bytes and gflop follow from the sizes,
     whatever the implementation moves and computes. The share is the time of a device copy of these bytes over the
-    row's. The peak is that above the inputs. `status` is `ok`; or `oom`, `failed` or, for a package that is not
-    installed, `unavailable`, with null numbers and the reason.
+    row's. The peak is that above the inputs; in a row of `MEMORY` there are no times. `status` is `ok`; or `oom`,
+    `failed` or, for a package that is not installed, `unavailable`, with null numbers and the reason.
     """
     sizes, passes, name = step
     row = _blank(cases, name, sizes, passes)
-    if name not in OURS and (reason := cases.missing()):
+    if cases.PEERS and name in cases.PEERS.names and (reason := cases.missing()):
         return row | {"status": "unavailable", "reason": reason}
     try:
         is_copy = name == "copy"
         call = copy_step(row["bytes"], device) if is_copy else op_step(cases, sizes, name, passes, device)
         call()  # compiles and tunes, which takes memory that the peak must not include
         peak = peak_mib(call, device)
+        if passes == MEMORY:
+            return row | {"peak_memory_mib": peak}
         copied = find(step_key(cases, sizes, passes, "copy")) or {}
         return _filled(row, times(call), copied.get("median_ms"), peak)
     except torch.cuda.OutOfMemoryError as error:
@@ -106,11 +112,10 @@ def count_work(cases: Cases, sizes: Sizes, passes: str) -> tuple[int, int]:
         inputs = [x if x is None else x.requires_grad_() for x in cases.layer_inputs(sizes, "cpu")]
         with FlopCounterMode(display=False) as counter:
             out = cases.bind(sizes)(*inputs, backend="torch")
-            if passes == BOTH_PASSES:
+            if passes != FORWARD:
                 torch.autograd.grad(out, [x for x in inputs if x is not None], torch.ones_like(out))
-    return read * (3 if passes == BOTH_PASSES else 1) + out.nbytes * (
-        2 if passes == BOTH_PASSES else 1
-    ), counter.get_total_flops()
+    size = read + out.nbytes if passes == FORWARD else 3 * read + 2 * out.nbytes
+    return size, counter.get_total_flops()
 
 
 def copy_step(size: int, device: torch.device) -> Callable[[], Any]:
@@ -121,18 +126,25 @@ def copy_step(size: int, device: torch.device) -> Callable[[], Any]:
 
 
 def op_step(cases: Cases, sizes: Sizes, name: str, passes: str, device: torch.device) -> Callable[[], Any]:
-    """Return a call of an implementation: forward under inference mode, or forward and backward with all gradients."""
+    """Return a call of an implementation: forward under inference mode, or forward and backward with all gradients.
+
+    The output's gradient is made beforehand, except for `MEMORY`, whose peak includes it.
+    """
     function, inputs = cases.prepare(name, sizes, device)
-    inputs = [x if x is None else x.requires_grad_(passes == BOTH_PASSES) for x in inputs]
-    with torch.no_grad():
-        dout = torch.ones_like(function(*inputs))
+    inputs = [x if x is None else x.requires_grad_(passes != FORWARD) for x in inputs]
+    dout = None
+    if passes == BOTH_PASSES:
+        with torch.no_grad():
+            dout = torch.ones_like(function(*inputs))
 
     def forward() -> Tensor:
         with torch.inference_mode():
             return function(*inputs)
 
     def forward_backward() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(function(*inputs), [x for x in inputs if x is not None], dout)
+        out = function(*inputs)
+        leaves = [x for x in inputs if x is not None]
+        return torch.autograd.grad(out, leaves, torch.ones_like(out) if dout is None else dout)
 
     return forward if passes == FORWARD else forward_backward
 
@@ -147,22 +159,27 @@ def peak_mib(step: Callable[[], Any], device: torch.device) -> float:
 
 
 def times(step: Callable[[], Any]) -> list[float]:
-    """Return the milliseconds of each of at least `MIN_SAMPLES` calls."""
+    """Return the milliseconds of each of at least `_MIN_SAMPLES` calls."""
     taken: list[float] = []
-    while len(taken) < MIN_SAMPLES:
-        taken += triton.testing.do_bench(step, warmup=WARMUP_MS, rep=REPEAT_MS, return_mode="all")
+    while len(taken) < _MIN_SAMPLES:
+        taken += triton.testing.do_bench(step, warmup=_WARMUP_MS, rep=_REPEAT_MS, return_mode="all")
     return taken
 
 
 def _blank(cases: Cases, name: str, sizes: Sizes, passes: str) -> dict[str, Any]:
+    """Return the row of a step, see `measure`, before anything is measured: its numbers are None, and `status` is ok."""
     row = {"operator": cases.NAME, "implementation": name, "passes": passes, **vars(sizes), "dtype": "bf16"}
-    size, flop = count_work(cases, sizes, FORWARD if passes == FORWARD else BOTH_PASSES)
+    size, flop = count_work(cases, sizes, passes)
     row |= {"status": "ok", "samples": 0, "bytes": size, "gflop": flop / 1e9}
     numbers = "median_ms", "p20_ms", "p80_ms", "gb_per_s", "tflop_per_s", "share_of_copy_percent", "peak_memory_mib"
     return row | dict.fromkeys(numbers)
 
 
 def _filled(row: dict[str, Any], taken: list[float], copy_ms: float | None, peak_mib: float) -> dict[str, Any]:
+    """Return a row of `_blank` with its numbers: from the milliseconds of each call, and of the copy if it has any.
+
+    A number that stays None has its `reason` in the row.
+    """
     low, median, high = (torch.tensor(taken).quantile(p).item() for p in (0.2, 0.5, 0.8))
     row = row | {"median_ms": median, "p20_ms": low, "p80_ms": high, "samples": len(taken), "peak_memory_mib": peak_mib}
     row["gb_per_s"] = row["bytes"] / median / 1e6
@@ -173,39 +190,3 @@ def _filled(row: dict[str, Any], taken: list[float], copy_ms: float | None, peak
     if copy_ms is None:
         return row | {"reason": "the copy could not be measured"}
     return row | {"share_of_copy_percent": 100 * copy_ms / median}
-
-
-def _memory_sizes(cases: Cases) -> Sizes:
-    return dataclasses.replace(cases.COMPARED, batch=8)
-
-
-def list_memory_keys(cases: Cases) -> list[str]:
-    """Return the `row_key` of each row of `measure_memory`."""
-    return [step_key(cases, _memory_sizes(cases), MEMORY, name) for name in MEASURED_OF_MEMORY]
-
-
-def measure_memory(cases: Cases, device: torch.device) -> list[dict[str, Any]]:
-    """Return the rows of the peak memory of both passes above the inputs, for Appendix B.
-
-    There are two, of the reference under autograd and of the kernels, with 8 samples of the shape of the goals. One
-    that does not fit has the status `oom`, and one that breaks `failed`.
-    """
-    sizes = _memory_sizes(cases)
-    rows = []
-    for name in MEASURED_OF_MEMORY:
-        row = _blank(cases, name, sizes, MEMORY)
-        inputs = [x.requires_grad_() for x in cases.layer_inputs(sizes, device)]
-
-        def differentiate(name: str = name, inputs: list[Tensor] = inputs) -> None:
-            out = cases.bind(sizes)(*inputs, backend=name)
-            torch.autograd.grad(out, inputs, torch.ones_like(out))
-
-        try:
-            differentiate()  # a tuner that runs now takes memory of its own
-            rows.append(row | {"peak_memory_mib": peak_mib(differentiate, device)})
-        except torch.cuda.OutOfMemoryError as error:
-            torch.cuda.empty_cache()
-            rows.append(row | {"status": "oom"} | failure(error))
-        except Exception as error:  # as in `measure`
-            rows.append(row | {"status": "failed"} | failure(error))
-    return rows

@@ -29,7 +29,9 @@ class Sizes(cases.Sizes):
 
 
 def find_limit(name: str, dtype: torch.dtype, sizes: Sizes) -> float:
-    """Return the largest relative error: the kernels' own, plus a multiple of the results' rounding.
+    """Return the largest relative error of the output, or of an input's gradient.
+
+    It is the kernels' own error plus a multiple of the results' rounding.
 
     The kernels' own error grows with the exponents and with T. On a GPU a power of two has an error of 2⁻²², and a
     state is multiplied by one for each block of tokens that it passes.
@@ -51,6 +53,7 @@ def make(sizes: Sizes, random: Random) -> list[Tensor]:
 
 
 def list_sizes(*lengths: int) -> list[Sizes]:
+    """Return the sizes of two images for each number of tokens, with channels of less than a block and of more."""
     return [Sizes(batch=2, tokens=tokens, channels=channels) for tokens in lengths for channels in (5, 35)]
 
 

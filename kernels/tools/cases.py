@@ -20,7 +20,10 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 ROUNDING = {torch.float64: 0.0, torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 BOTH_DIRECTIONS = (False, True)  # directions: the first scans forward, the second backward
 
-BATCH = 64
+# the configs of the forward and of the backward kernel; None for that of a launch without one
+Configs = tuple[Any, Any]
+DEFAULT: Configs = (None, None)
+
 IMAGE_TOKENS = (196, 784, 1600, 4096, 6400)  # 224, 448, 640, 1024 and 1280 pixels a side
 
 
@@ -33,7 +36,7 @@ class Sizes:
     `repro.report.kernels`. Rows that these two cannot tell apart replace each other there.
     """
 
-    batch: int = BATCH
+    batch: int = 64
     tokens: int
 
     @property
@@ -46,15 +49,15 @@ class Sizes:
 class Case:
     """A row of an operator's table: a shape that is checked, and how."""
 
-    what: str
+    what: str  # the name of the check, in its rows
     sizes: Any
-    seeds: Sequence[int] = (0,)
+    seeds: Sequence[int] = (0,)  # more than one is what marks a row for `Cases.ragged`
     dtypes: Sequence[str] = tuple(DTYPES)
-    on_gpu_alone: bool = False
+    on_gpu_alone: bool = False  # whether the interpreter leaves it out, which would take too long
 
 
 def ragged(*sizes: Sizes, on_gpu_alone: bool = False) -> list[Case]:
-    """Return rows of full, short and missing blocks, with every seed, by which `Cases.ragged` knows them."""
+    """Return rows of full, short and missing blocks, with five seeds, by which `Cases.ragged` knows them."""
     what = "default config, memory filled with NaN"
     return [Case(what, each, range(5), on_gpu_alone=on_gpu_alone) for each in sizes]
 
@@ -65,7 +68,7 @@ def special(what: str, *sizes: Sizes, on_gpu_alone: bool = False) -> list[Case]:
 
 
 def long(*sizes: Sizes) -> list[Case]:
-    """Return rows that take too long without a GPU."""
+    """Return rows of many tokens, which take too long without a GPU, and on it in fp16 add nothing to the others."""
     return [Case("long, gradients finite", each, dtypes=("fp32", "bf16"), on_gpu_alone=True) for each in sizes]
 
 
@@ -76,6 +79,7 @@ class Random:
         self.how = {"generator": torch.Generator(device).manual_seed(seed), "device": device, "dtype": dtype}
 
     def normal(self, *shape: int, scale: float = 1.0, mean: float = 0.0) -> Tensor:
+        """Draw numbers with this standard deviation and mean."""
         return mean + scale * torch.randn(shape, **self.how)
 
     def uniform(self, *shape: int) -> Tensor:
@@ -167,17 +171,18 @@ class Cases:
         """Return the arguments of the custom op: the inputs, with the options of these sizes."""
         return self.op.CUSTOM_OP.arguments(**dict(zip(self.INPUTS, inputs, strict=True)), **sizes.options)
 
-    def kernels(self, arguments: Any, dout: Tensor, config: Any = None, backward_config: Any = None) -> list[Tensor]:
+    def kernels(self, arguments: Any, dout: Tensor, configs: Configs = DEFAULT) -> list[Tensor]:
         """Return the output and each gradient, by the Triton kernels.
 
-        A config that is None is that of a launch without one.
+        `forward` takes keep_states only where states are kept. Where the backward pass has two kernels, it takes both
+        configs, see `BACKWARD_CONFIGS`.
         """
         op = self.op.CUSTOM_OP
         forward, backward = op._load_triton()
-        found = forward.forward(arguments, *[True] * bool(op.kept), config)
+        found = forward.forward(arguments, *[True] * bool(op.kept), configs[0])
         results = dict(zip(("out", "states"), found, strict=True)) if op.kept else {"out": found}
-        configs = (config, backward_config)[-self.BACKWARD_CONFIGS :]
-        return [results["out"], *backward.backward(dout, *(results[name] for name in op.kept), arguments, *configs)]
+        kept = (results[name] for name in op.kept)
+        return [results["out"], *backward.backward(dout, *kept, arguments, *configs[-self.BACKWARD_CONFIGS :])]
 
     def select(self, backend: str, sizes: Any, dtype: torch.dtype, device: Any) -> str:
         """Return the backend that runs for a request."""

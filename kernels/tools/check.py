@@ -8,17 +8,17 @@ The parts of one operator are in its `cases.Cases`.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from .. import triton_launch
-from .cases import DTYPES, Cases, Sizes, describe_config
+from .cases import DEFAULT, DTYPES, Cases, Configs, Sizes, describe_config
 
-# a check: its name if it breaks off, the function that makes its row, that function's arguments and its options
-Check = tuple[str, Callable[..., dict[str, Any]], tuple, dict[str, Any]]
+# a check: its name if it breaks off, and the call that makes its row
+Check = tuple[str, Callable[[], dict[str, Any]]]
 PEER_LIMIT = 2e-2  # relative error of other people's kernels in fp16
 
 
@@ -67,11 +67,11 @@ def differentiate(cases: Cases, inputs: Sequence[Tensor | None], sizes: Sizes, b
 
 
 def run_kernels(
-    cases: Cases, inputs: Sequence[Tensor], dtype: torch.dtype, sizes: Sizes, *configs: triton.Config | None
+    cases: Cases, inputs: Sequence[Tensor], dtype: torch.dtype, sizes: Sizes, configs: Configs = DEFAULT
 ) -> dict[str, Tensor]:
     """As `differentiate`, by the Triton kernels themselves, of inputs that are cast to `dtype`."""
     *arguments, dout = cases.cast(inputs, dtype)
-    results = cases.kernels(cases.arguments(arguments, sizes), dout, *configs)
+    results = cases.kernels(cases.arguments(arguments, sizes), dout, configs)
     return {name: x for name, x in zip(("out", *cases.INPUTS), results, strict=True) if x is not None}
 
 
@@ -94,29 +94,30 @@ def compare(
     seeds: Sequence[int] = (0,),
     device: Any = "cpu",
     poisoned: bool = True,
-    config: triton.Config | None = None,
-    backward_config: triton.Config | None = None,
+    configs: Configs = DEFAULT,
 ) -> dict[str, Any]:
-    """Return a row: the worst relative error over the seeds by name, the limits, and whether all hold."""
+    """Return a row: the worst relative error over the seeds by name, the limits, and whether all hold.
+
+    `poisoned`: run in `poisoned_memory`, which also keeps kernels from being tuned.
+    """
     worst: dict[str, float] = {}
     for seed in seeds:
         inputs, want = draw_case(cases, sizes, seed, device)
         with poisoned_memory() if poisoned else contextlib.nullcontext():
-            got = run_kernels(cases, inputs, DTYPES[dtype], sizes, config, backward_config)
+            got = run_kernels(cases, inputs, DTYPES[dtype], sizes, configs)
         errors = relative_errors(got, want, cases.FLOOR)
         worst = {name: max(error, worst.get(name, 0.0)) for name, error in errors.items()}
     limits = {name: cases.limit(name, DTYPES[dtype], sizes) for name in worst}
-    return make_row(cases.NAME, what, sizes, dtype, config or backward_config) | judge_errors(worst, limits)
+    return make_row(cases, what, sizes, dtype, configs) | judge_errors(worst, limits)
 
 
-def repeat(cases: Cases, sizes: Sizes, dtype: str, device: Any, *configs: triton.Config | None) -> dict[str, Any]:
+def repeat(cases: Cases, sizes: Sizes, dtype: str, device: Any, configs: Configs = DEFAULT) -> dict[str, Any]:
     """Return a row: whether two runs give the same bits."""
     inputs, _ = draw_case(cases, sizes, 0, device)
     with poisoned_memory():
-        first, second = (run_kernels(cases, inputs, DTYPES[dtype], sizes, *configs) for _ in range(2))
+        first, second = (run_kernels(cases, inputs, DTYPES[dtype], sizes, configs) for _ in range(2))
     equal = all(torch.equal(first[name], second[name]) for name in first)
-    config = next(filter(None, configs), None)
-    return make_row(cases.NAME, "two runs give the same bits", sizes, dtype, config) | {"passed": equal}
+    return make_row(cases, "two runs give the same bits", sizes, dtype, configs) | {"passed": equal}
 
 
 def compile_op(cases: Cases, sizes: Sizes, device: Any) -> dict[str, Any]:
@@ -137,16 +138,14 @@ def compile_op(cases: Cases, sizes: Sizes, device: Any) -> dict[str, Any]:
         out = function(*leaves)
         results.append([out, *torch.autograd.grad(out, leaves, dout.to(out.dtype))])
     equal = all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    return make_row(cases.NAME, "torch.compile(fullgraph=True)", sizes, "fp32") | {"passed": equal}
+    return make_row(cases, "torch.compile(fullgraph=True)", sizes, "fp32") | {"passed": equal}
 
 
-def make_row(operator: str, what: str, sizes: Sizes, dtype: str, config: triton.Config | None = None) -> dict[str, Any]:
-    """Return the fields of every row: {operator, check, the sizes, dtype}.
-
-    config is added where it is not the default one.
-    """
-    row = {"operator": operator, "check": what, **vars(sizes), "dtype": dtype}
-    return row | ({"config": describe_config(config)} if config else {})
+def make_row(cases: Cases, what: str, sizes: Sizes, dtype: str, configs: Configs = DEFAULT) -> dict[str, Any]:
+    """Return the fields of every row: {operator, check, the sizes, dtype}, and `config` where one is given."""
+    row = {"operator": cases.NAME, "check": what, **vars(sizes), "dtype": dtype}
+    chosen = [describe_config(config) for config in configs if config]
+    return row | ({"config": chosen[0]} if chosen else {})
 
 
 def judge_errors(errors: Mapping[str, float], limits: Mapping[str, float]) -> dict[str, Any]:
@@ -162,7 +161,7 @@ def judge_errors(errors: Mapping[str, float], limits: Mapping[str, float]) -> di
 def compare_peer(cases: Cases, name: str, device: Any) -> dict[str, Any]:
     """Return a row: whether other people's kernels give in fp16 the same as ours, one of their `checks`."""
     sizes, run = cases.PEERS.checks[name]
-    row = make_row(cases.NAME, f"{name} gives the same", sizes, "fp16")
+    row = make_row(cases, f"{name} gives the same", sizes, "fp16")
     if reason := cases.missing():
         return row | {"passed": None, "reason": reason}
     theirs, ours = (dict(zip(("out", *cases.INPUTS), results, strict=True)) for results in run(cases, sizes, device))
@@ -174,15 +173,13 @@ def failure(error: Exception) -> dict[str, str]:
     return {"reason": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
 
 
-def check_one(
-    cases: Cases, what: str, check: Callable[..., dict[str, Any]], arguments: tuple, options: dict
-) -> dict[str, Any]:
-    """Run one check of `planned` and return its row.
+def check_one(cases: Cases, what: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Run a `Check` and return its row.
 
     A row that fails, or breaks off with an error, has `passed` False; one that could not be run has None, and a reason.
     """
     try:
-        return check(*arguments, **options)
+        return run()
     except Exception as error:  # a check that breaks off must not hide the others, and its row is recorded
         return {"operator": cases.NAME, "check": what, **failure(error), "passed": False}
 
@@ -197,10 +194,10 @@ def planned(cases: Cases, device: Any) -> Iterator[Check]:
     dtypes = [name for name in DTYPES if not (interpreted and name == "bf16")]
 
     def comparison(what: str, sizes: Sizes, dtype: str, **options: Any) -> Check:
-        return f"{what}, {sizes}, {dtype}", compare, (cases, what, sizes, dtype), {"device": device, **options}
+        return f"{what}, {sizes}, {dtype}", partial(compare, cases, what, sizes, dtype, device=device, **options)
 
-    def repetition(dtype: str, *configs: triton.Config | None) -> Check:
-        return f"two runs, {dtype}", repeat, (cases, cases.TYPICAL, dtype, device, *configs), {}
+    def repetition(dtype: str, configs: Configs = DEFAULT) -> Check:
+        return f"two runs, {dtype}", partial(repeat, cases, cases.TYPICAL, dtype, device, configs)
 
     if not interpreted:  # first the kernels as models run them, tuned in bf16
         yield comparison("tuned", cases.TYPICAL, "bf16", poisoned=False)
@@ -213,13 +210,14 @@ def planned(cases: Cases, device: Any) -> Iterator[Check]:
     if interpreted:
         return
     for dtype in dtypes:
-        for key, candidates in zip(("config", "backward_config"), cases.configs(DTYPES[dtype]), strict=True):
-            for config in candidates:
-                what = f"a config of the {'forward' if key == 'config' else 'backward'} kernel"
-                yield comparison(what, cases.TYPICAL, dtype, **{key: config})
-                yield repetition(dtype, *((config, None) if key == "config" else (None, config)))
+        forward, backward = cases.configs(DTYPES[dtype])
+        candidates = [("forward", (config, None)) for config in forward]
+        candidates += [("backward", (None, config)) for config in backward]
+        for which, configs in candidates:
+            yield comparison(f"a config of the {which} kernel", cases.TYPICAL, dtype, configs=configs)
+            yield repetition(dtype, configs)
         if dtype != "bf16":
             yield comparison("tuned", cases.TYPICAL, dtype, poisoned=False)
-    yield "torch.compile(fullgraph=True)", compile_op, (cases, cases.TYPICAL, device), {}
+    yield "torch.compile(fullgraph=True)", partial(compile_op, cases, cases.TYPICAL, device)
     for name in cases.PEERS.checks if cases.PEERS else ():
-        yield name, compare_peer, (cases, name, device), {}
+        yield name, partial(compare_peer, cases, name, device)

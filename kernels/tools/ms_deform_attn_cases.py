@@ -5,9 +5,8 @@ kernel, mmcv's, is a compiled operator, which this project does not build.
 """
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,9 +16,6 @@ from torch import Tensor
 from ..ms_deform_attn import ms_deform_attn, op, triton_bwd, triton_fwd
 from . import cases
 from .cases import ROUNDING, Random, long, ragged, special
-
-_TOKENS = (1024, 4200)  # 512×512 and 800×1344 pixels
-HEADS = (6, 12)  # heads of 32 channels of the ViT-Adapters T and B
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +51,7 @@ class Sizes(cases.Sizes):
         return self.batch, sum(h * w for h, w in self.query_maps()), self.heads, self.levels, self.points
 
     def _maps(self) -> list[tuple[int, int]]:
+        """Return (h, w) of the maps of twice, once and half the sides of the T tokens' map."""
         h = next(side for side in range(math.isqrt(self.tokens), 0, -1) if self.tokens % side == 0)
         w = self.tokens // h
         return [(2 * h, 2 * w), (h, w), ((h + 1) // 2, (w + 1) // 2)]
@@ -114,13 +111,6 @@ def lay_out(sizes: Sizes, value: Tensor, locations: Tensor, weights: Tensor) -> 
     ]
 
 
-def bind(sizes: Sizes) -> Callable[..., Tensor]:
-    def run(value: Tensor, locations: Tensor, weights: Tensor, *, backend: str) -> Tensor:
-        return ms_deform_attn(value, sizes.shapes(), locations, weights, backend=backend)
-
-    return run
-
-
 def list_sizes(*lengths: int, **sizes: int) -> list[Sizes]:
     """Return the sizes of the extractor and the injector for each number of tokens."""
     return [Sizes(tokens=tokens, levels=levels, **sizes) for tokens in lengths for levels in (1, 3)]
@@ -133,7 +123,11 @@ CASES = cases.Cases(
     ACTIVATIONS=("value",),
     OPTIONS=("head_dim", "levels"),
     make=make,
-    bind=bind,
+    bind=lambda sizes: (
+        lambda value, locations, weights, *, backend: ms_deform_attn(
+            value, sizes.shapes(), locations, weights, backend=backend
+        )
+    ),
     limit=find_limit,
     configs=lambda dtype: (triton_fwd.configs(32), triton_bwd.configs(32)),
     lay_out=lay_out,
@@ -150,6 +144,7 @@ CASES = cases.Cases(
         *special("all points in one cell", Sizes(batch=1, tokens=12, heads=2, crowded=True)),
         *long(*list_sizes(4200, 6400, batch=1, heads=2)),
     ],
-    SHAPES=list(itertools.chain(*(list_sizes(*_TOKENS, heads=heads) for heads in HEADS))),
+    # 512×512 and 800×1344 pixels; heads of 32 channels of the ViT-Adapters T and B
+    SHAPES=[*list_sizes(1024, 4200, heads=6), *list_sizes(1024, 4200, heads=12)],
     COMPARED=Sizes(tokens=4200, heads=12),
 )

@@ -29,6 +29,7 @@ from triton.runtime.autotuner import Autotuner
 
 PEER_KINDS = ("chunk", "fused_chunk")
 PACKAGE = "fla"
+EPS = 1e-6  # the default of `kernels.ttt_linear`
 
 
 def _import(name: str) -> ModuleType:
@@ -46,8 +47,8 @@ def _import(name: str) -> ModuleType:
     return module
 
 
-def arguments(*inputs: Tensor, chunk_size: int, eps: float = 1e-6) -> dict[str, Any]:
-    """Return the keyword arguments of its functions, from those of `kernels.ttt_linear`.
+def arguments(*inputs: Tensor, chunk_size: int) -> dict[str, Any]:
+    """Return the keyword arguments of fla's functions, from the nine tensors of `kernels.ttt_linear`.
 
     The layout (B,T,H,D) is the same.
     """
@@ -64,7 +65,7 @@ def arguments(*inputs: Tensor, chunk_size: int, eps: float = 1e-6) -> dict[str, 
         "b": ln_bias.to(q.dtype),
         "eta": eta.to(q.dtype),
         "scale": 1.0,  # the default is D^-1/2
-        "eps": eps,
+        "eps": EPS,
         "chunk_size": chunk_size,
         "initial_state": W0.expand(B, *W0.shape),
         "initial_state_bias": b0[None, :, None].expand(B, b0.shape[0], 1, b0.shape[1]),
@@ -72,7 +73,7 @@ def arguments(*inputs: Tensor, chunk_size: int, eps: float = 1e-6) -> dict[str, 
 
 
 def forget_tuning() -> None:
-    """Make the kernels tune again at their next call."""
+    """Make fla's kernels tune again at their next call; a tuner may lie below other wrappers of a kernel."""
     for kind in PEER_KINDS:
         for kernel in vars(_import(f"ops.ttt.{kind}")).values():
             while kernel is not None and not isinstance(kernel, Autotuner):
@@ -82,9 +83,9 @@ def forget_tuning() -> None:
 
 
 def both_directions(kind: str) -> Callable[..., Tensor]:
-    """Return a function of `ttt_linear_bidir`'s tensors, tuned again.
+    """Return fla's `kind` as a function of `ttt_linear_bidir`'s tensors, to be tuned again at its first call.
 
-    Both directions scan forward, as 2·H heads of one call.
+    Both directions scan forward, as 2·H heads of one call, and have the first one's token scale.
     """
     forget_tuning()
     function = getattr(_import("ops.ttt"), f"{kind}_ttt_linear")
@@ -102,19 +103,22 @@ def both_directions(kind: str) -> Callable[..., Tensor]:
     return run
 
 
-def out(kind: str, *inputs: Tensor, chunk_size: int, eps: float = 1e-6) -> Tensor:
-    """Return `kernels.ttt_linear` of nine tensors in one direction, where lr is constant in each chunk."""
-    given = arguments(*inputs, chunk_size=chunk_size, eps=eps)
+def out(kind: str, *inputs: Tensor, chunk_size: int) -> Tensor:
+    """Return `kernels.ttt_linear` of nine tensors in one direction, where lr is constant in each chunk.
+
+    It is computed by fla's autograd function, see the top of this module.
+    """
+    given = arguments(*inputs, chunk_size=chunk_size)
     q, weight, bias = given["q"], given["w"], given["b"]
     module = _import(f"ops.ttt.{kind}")
     # the last arguments are for sequences of different lengths
     function, more = (module.ChunkTTTLinearFunction, 2) if kind == "chunk" else (module.FusedChunkTTTLinearFunction, 1)
     state = given["initial_state"], given["initial_state_bias"]
-    scan = weight, bias, chunk_size, given["eta"], given["scale"], eps, *state, False
+    scan = weight, bias, chunk_size, given["eta"], given["scale"], EPS, *state, False
     O = function.apply(q, given["k"], given["v"], *scan, *[None] * more)[0]
     B, T, H, D = O.shape
     group_norm = _import("modules.layernorm").group_norm
-    y = group_norm(O.reshape(B, T, H * D), weight=weight.reshape(-1), bias=bias.reshape(-1), eps=eps, num_groups=H)
+    y = group_norm(O.reshape(B, T, H * D), weight=weight.reshape(-1), bias=bias.reshape(-1), eps=EPS, num_groups=H)
     return q + y.reshape(B, T, H, D)
 
 

@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 
 from ..selective_scan import op, selective_scan_bidir, selective_scan_routes, triton_fwd
-from ..selective_scan.triton_fwd import configs
 from . import cases, peers
 from .cases import BOTH_DIRECTIONS, IMAGE_TOKENS, ROUNDING, Random, long, ragged, special
 
-CHANNELS = (384, 768, 1536)  # Vim-T, S, B
 ACTIVATIONS = ("u", "delta", "B", "C", "z")
 
 
@@ -76,13 +74,10 @@ def lay_out(
 
 
 def bind(sizes: Sizes) -> Callable[..., Tensor]:
+    """Return the public operator that models call at these sizes, with its options."""
     if sizes.reverse == BOTH_DIRECTIONS and not sizes.sequences:
         return functools.partial(selective_scan_bidir, full_precision=sizes.full_precision)
     return functools.partial(selective_scan_routes, **sizes.options)
-
-
-def prepare_mamba(name: str, sizes: Sizes, inputs: list[Tensor]) -> tuple[Callable[..., Tensor], list[Tensor]]:
-    return peers.mamba_ssm, [x.contiguous() for x in peers.in_layout_of_mamba(inputs)]
 
 
 def run_mamba(own: cases.Cases, sizes: Sizes, device: Any) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
@@ -96,11 +91,12 @@ def run_mamba(own: cases.Cases, sizes: Sizes, device: Any) -> tuple[Sequence[Ten
 
 
 def list_sizes(*lengths: int, **more: Any) -> list[Sizes]:
-    """Return sizes of two images, or of as many as `more` has."""
+    """Return sizes of two images of 40 channels for each number of tokens; `more` has what differs from that."""
     return [Sizes(**{"batch": 2, "tokens": tokens, "channels": 40} | more) for tokens in lengths]
 
 
 one = functools.partial(list_sizes, batch=1)
+# SHORT also run in the interpreter; the others have several tokens at once, groups and segments that are not full
 SHORT, OTHERS = (1, 2, 5), (3, 63, 64, 65, 196, 197, 784)
 TYPICAL = Sizes(batch=2, tokens=197, channels=48)
 CASES = cases.Cases(
@@ -113,7 +109,7 @@ CASES = cases.Cases(
     make=make,
     bind=bind,
     limit=find_limit,
-    configs=lambda dtype: (configs(dtype),) * 2,
+    configs=lambda dtype: (triton_fwd.configs(),) * 2,
     lay_out=lay_out,
     SMALL=Sizes(batch=2, tokens=4, channels=9, state_dim=8),
     TYPICAL=TYPICAL,
@@ -130,7 +126,8 @@ CASES = cases.Cases(
         *long(*one(4200, 6400, channels=48)),
     ],
     SHAPES=[
-        *(Sizes(tokens=tokens, channels=channels) for channels in CHANNELS for tokens in IMAGE_TOKENS),
+        # Vim-T, S, B
+        *(Sizes(tokens=tokens, channels=channels) for channels in (384, 768, 1536) for tokens in IMAGE_TOKENS),
         # VMamba-B's stages 1 and 3 at 224 pixels
         *(Sizes(tokens=tokens, channels=channels, **VMAMBA) for tokens, channels in ((3136, 256), (196, 1024))),
         Sizes(tokens=196, channels=256, **MAMBAVISION),  # MambaVision-B's stage 3, windows of 14 x 14
@@ -140,7 +137,10 @@ CASES = cases.Cases(
         package="mamba_ssm",
         distribution="mamba-ssm",
         names=("mamba-ssm",),
-        prepare=prepare_mamba,
+        prepare=lambda name, sizes, inputs: (
+            peers.mamba_ssm,
+            [x.contiguous() for x in peers.in_layout_of_mamba(inputs)],
+        ),
         checks={"mamba-ssm's selective_scan_fn": (TYPICAL, run_mamba)},
         missing="mamba-ssm is not installed",
         takes=lambda sizes: sizes.reverse == BOTH_DIRECTIONS,

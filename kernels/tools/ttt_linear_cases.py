@@ -13,9 +13,7 @@ from ..ttt_linear.op import one_direction
 from . import cases, peers
 from .cases import BOTH_DIRECTIONS, IMAGE_TOKENS, Random, long, ragged, special
 
-LENGTHS = (1, 2, 15, 16, 17, 63, 81, 196, 197)
 EPS = 1e-6
-_HEADS = (3, 6, 12)  # heads of Vittt-T, S, B
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +55,7 @@ def find_limit(name: str, dtype: torch.dtype, sizes: Sizes) -> float:
 
 
 def make(sizes: Sizes, random: Random) -> list[Tensor]:
-    """Draw the inputs and dout."""
+    """Draw the inputs and dout; token_scale is near 1/t for the t-th token of a chunk, as models start with."""
     normal, (T, R, H, D) = random.normal, (sizes.tokens, len(sizes.reverse), sizes.heads, sizes.head_dim)
     q, k, v, dout = (normal(sizes.batch, T, R, H, D) for _ in range(4))
     if sizes.alike:
@@ -81,6 +79,7 @@ def lay_out(sizes: Sizes, q: Tensor, k: Tensor, v: Tensor, lr: Tensor, *paramete
 
 
 def bind(sizes: Sizes) -> Callable[..., Tensor]:
+    """Return the public operator for both directions; for others, calls of the one for a single direction."""
     how = {"chunk_size": sizes.chunk_size, "eps": EPS}
     if sizes.reverse == BOTH_DIRECTIONS:
         return functools.partial(ttt_linear_bidir, **how)
@@ -108,7 +107,7 @@ def list_configs(dtype: torch.dtype) -> tuple[list[Any], list[Any]]:
 def prepare_fla(name: str, sizes: Sizes, inputs: list[Tensor]) -> tuple[Callable[..., Tensor], list[Tensor]]:
     """Return flash-linear-attention's operator and its inputs, which need two directions.
 
-    Call it anew for each shape, since fla is then tuned again. Both directions have the first one's token scale.
+    Call it anew for each shape, since fla is then tuned again.
     """
     kind = name.removeprefix("fla ")
     return functools.partial(peers.both_directions(kind), chunk_size=sizes.chunk_size), inputs
@@ -146,7 +145,7 @@ CASES = cases.Cases(
     SMALL=Sizes(batch=2, tokens=6, heads=1, head_dim=16, chunk_size=4),
     TYPICAL=small(197, 3),
     CASES=[
-        *ragged(*(small(tokens, heads) for tokens in LENGTHS for heads in (1, 3))),
+        *ragged(*(small(tokens, heads) for tokens in (1, 2, 15, 16, 17, 63, 81, 196, 197) for heads in (1, 3))),
         *special("chunk size", *(small(81, 1, chunk_size=chunk_size) for chunk_size in triton_fwd.CHUNK_SIZES)),
         *special("tokens that are alike", small(324, 1, chunk_size=4, alike=True)),
         *special("head width", *(small(81, 1, head_dim=width) for width in triton_fwd.WIDTHS)),
@@ -155,7 +154,8 @@ CASES = cases.Cases(
         *special("many programs", small(81, 3, batch=128, chunk_size=32), on_gpu_alone=True),
         *long(*(small(tokens, 3) for tokens in (4200, 6400))),  # 1120 × 960 and 1280 × 1280 pixels
     ],
-    SHAPES=[Sizes(tokens=tokens, heads=heads) for heads in _HEADS for tokens in IMAGE_TOKENS],
+    # heads of Vittt-T, S, B
+    SHAPES=[Sizes(tokens=tokens, heads=heads) for heads in (3, 6, 12) for tokens in IMAGE_TOKENS],
     COMPARED=Sizes(tokens=6400, heads=3),
     PEERS=cases.Peers(
         package=peers.PACKAGE,

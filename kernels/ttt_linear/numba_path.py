@@ -58,7 +58,7 @@ def backward(dout: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor, ...]:
 def _prepare(x: Arguments) -> tuple[list[Any], tuple[Any, ...]]:
     """Return the arguments of the loops before their results, and those after them, in the compute dtype.
 
-    q, k and v are not copied if they have that dtype.
+    The first are [q, k, v, lr, scale, state, gamma, mu]; q, k and v are not copied if they have that dtype.
     """
     dtype = compute_dtype(x.q.dtype)
     q, k, v = (threads.lay_flat(each.to(dtype)) for each in x[:3])
@@ -88,11 +88,15 @@ def lay_taps(
 
 
 def find_options(T: int, chunk_size: int, reverse: Sequence[bool], state: Tensor, eps: float) -> tuple[Any, ...]:
-    """Return the arguments of the loops after their results."""
+    """Return the last arguments of the loops: directions, tokens of a segment, and eps in the dtype of the state.
+
+    A Python float would be fp64 in the loop.
+    """
     return np.array(reverse, np.int64), segment_length(T, chunk_size), state.numpy().dtype.type(eps)
 
 
 def _run(loop: Loop, shape: Sequence[int], *arguments: Any) -> None:
+    """Run a loop of `cpu_learner` for q of shape (B,T,R,H,D); a task is one direction and head of one image."""
     B, _, R, H, D = shape
     # the length of a tuple is part of its type, so numba compiles the loop for this D
     threads.run_loop(loop, B * R * H, *arguments, constants=((False,) * D,))

@@ -14,7 +14,7 @@ from ..custom_op import CustomOp
 from . import torch_path
 from .reference import Arguments, ttt_linear_dual
 
-MIN_HEAD_DIM = 4  # a LayerNorm of two values gives ±1, whose sign rounding can flip
+_MIN_HEAD_DIM = 4  # a LayerNorm of two values gives ±1, whose sign rounding can flip
 
 
 def _load_triton():
@@ -76,7 +76,7 @@ def ttt_linear(
         TypeError: an argument has a wrong type or dtype. ValueError: a wrong shape, device or value. Both name it.
     """
     parameters = token_scale, W0, b0, ln_weight, ln_bias
-    _check("ttt_linear", 1, (q, k, v, lr, *parameters), chunk_size, eps)
+    _check("ttt_linear", (), (q, k, v, lr, *parameters), chunk_size, eps)
     if not isinstance(reverse, bool):
         raise TypeError(f"ttt_linear: reverse is {reverse!r}, expected True or False")
     q, k, v = q.unsqueeze(2), k.unsqueeze(2), v.unsqueeze(2)
@@ -112,13 +112,16 @@ def ttt_linear_bidir(
     Returns:
         out (B,T,2,H,D) in q's dtype, both directions in the order of the input.
     """
-    parameters = token_scale, W0, b0, ln_weight, ln_bias
-    _check("ttt_linear_bidir", 2, (q, k, v, lr, *parameters), chunk_size, eps)
-    return CUSTOM_OP(Arguments(q, k, v, lr, *parameters, chunk_size, [False, True], eps), backend)
+    tensors = q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias
+    _check("ttt_linear_bidir", (2,), tensors, chunk_size, eps)
+    return CUSTOM_OP(Arguments(*tensors, chunk_size, [False, True], eps), backend)
 
 
 def one_direction(inputs: Sequence[Tensor], r: int = 0) -> list[Tensor]:
-    """Return the tensors of `ttt_linear` for index r of the direction axis, from those of `ttt_linear_bidir`."""
+    """Return the tensors of `ttt_linear` for index r of the direction axis, from those of `ttt_linear_bidir`.
+
+    With r = 0 it also takes off a direction axis of length 1.
+    """
     q, k, v, lr, *parameters = inputs
     return [q[:, :, r], k[:, :, r], v[:, :, r], lr, *(x[r] for x in parameters)]
 
@@ -148,18 +151,20 @@ def selected_backend(
 
 
 def _reference(x: Arguments) -> Tensor:
+    """Return the output by the dual form of each direction."""
     options = {"chunk_size": x.chunk_size, "eps": x.eps}
     return torch.stack(
         [ttt_linear_dual(*one_direction(x[:9], r), reverse=flag, **options) for r, flag in enumerate(x.reverse)], 2
     )
 
 
-def _check(op, directions, arguments, chunk_size, eps):
-    """Raise a TypeError or ValueError that names the argument, its value and the expected one."""
-    tensors = dict(
-        zip(("q", "k", "v", "lr", "token_scale", "W0", "b0", "ln_weight", "ln_bias"), arguments, strict=True)
-    )
-    dispatch.check_are_tensors(op, tensors)
+def _check(op: str, directions: tuple[int, ...], tensors: Sequence[Tensor], chunk_size: int, eps: float) -> None:
+    """Raise a TypeError or ValueError that names the argument, its value and the expected one.
+
+    `directions` is the shape of the direction axis: (2,), or () for `ttt_linear`, which has no such axis.
+    """
+    named = dict(zip(Arguments._fields, tensors, strict=False))  # the fields after the tensors are left out
+    dispatch.check_are_tensors(op, named)
     if isinstance(chunk_size, bool) or not isinstance(chunk_size, (int, torch.SymInt)):
         raise TypeError(f"{op}: chunk_size is {chunk_size!r}, expected an integer")
     if chunk_size < 1:
@@ -167,16 +172,16 @@ def _check(op, directions, arguments, chunk_size, eps):
     if not isinstance(eps, (float, int)) or not 0 < eps < math.inf:
         raise ValueError(f"{op}: eps is {eps!r}, expected a number above 0")
 
-    q = tensors["q"]
-    letters, R = ("(B,T,H,D)", ()) if directions == 1 else ("(B,T,2,H,D)", (2,))
-    dispatch.check_leading(op, "q", q, letters, (None, None, *R, None, None))
+    q = named["q"]
+    letters = "(B,T,2,H,D)" if directions else "(B,T,H,D)"
+    dispatch.check_leading(op, "q", q, letters, (None, None, *directions, None, None))
     (B, T), (H, D) = q.shape[:2], q.shape[-2:]
-    if D < MIN_HEAD_DIM:
-        raise ValueError(f"{op}: q has heads of width {D}, expected at least {MIN_HEAD_DIM}")
-    head = (*R, H, D)
-    expected = {"lr": (B, T, H), "token_scale": (*R, chunk_size), "W0": (*head, D)}
+    if D < _MIN_HEAD_DIM:
+        raise ValueError(f"{op}: q has heads of width {D}, expected at least {_MIN_HEAD_DIM}")
+    head = (*directions, H, D)
+    expected = {"lr": (B, T, H), "token_scale": (*directions, chunk_size), "W0": (*head, D)}
     expected |= dict.fromkeys(("q", "k", "v"), tuple(q.shape)) | dict.fromkeys(("b0", "ln_weight", "ln_bias"), head)
-    dispatch.check_others(op, "q", tensors, expected, ("q", "k", "v"), chunk_size=chunk_size)
+    dispatch.check_others(op, "q", named, expected, ("q", "k", "v"), chunk_size=chunk_size)
 
 
 def forward_flops(shape: Sequence[int], chunk_size: int) -> int:

@@ -14,9 +14,6 @@ from torch import Tensor
 
 from ..dispatch import compute_dtype
 
-_Loss = Literal["mse", "dot"]
-_Form = Literal["recurrent", "parallel"]
-
 
 def ttt_linear_plain(
     q: Tensor,
@@ -26,10 +23,10 @@ def ttt_linear_plain(
     token_scale: Tensor,
     W0: Tensor,
     *,
-    loss: _Loss = "mse",
+    loss: Literal["mse", "dot"] = "mse",
     chunk_size: int = 16,
     reverse: bool = False,
-    form: _Form = "recurrent",
+    form: Literal["recurrent", "parallel"] = "recurrent",
 ) -> Tensor:
     """Run the inner learner without LayerNorm and bias in one direction.
 
@@ -58,10 +55,10 @@ def ttt_linear_plain(
 
 
 def _run_recurrently(Q, K, V, rate, c, W, loss, chunk_size):
+    """Return out (B,H,T,D), one chunk after the other; Q, K, V (B,H,T,D), rate (B,H,T,1), c (chunk_size,), W (H,D,D)."""
     outs, T = [], Q.shape[2]
     for start in range(0, T, chunk_size):
-        of_chunk = (x[:, :, start : start + chunk_size] for x in (Q, K, V, rate))
-        q, k, v, lr = of_chunk
+        q, k, v, lr = (x[:, :, start : start + chunk_size] for x in (Q, K, V, rate))
         n = q.shape[2]
         G = k @ W - v if loss == "mse" else -v
         outs.append(q @ W - (_mask(c[:n], lr) * (q @ k.mT)) @ G)
@@ -71,11 +68,11 @@ def _run_recurrently(Q, K, V, rate, c, W, loss, chunk_size):
 
 
 def _run_in_parallel(Q, K, V, rate, c, W, loss, chunk_size):
+    """As `_run_recurrently`, for all chunks at once; out has tokens of padding behind the T of Q."""
     T, H = Q.shape[2], W.shape[0]
     n = min(chunk_size, T)
-    # tokens of zeros learn nothing
-    padded = (F.pad(x, (0, 0, 0, -T % n)).unflatten(2, (-1, n)) for x in (Q, K, V, rate))
-    q, k, v, lr = padded
+    # (B,H,c,n,·); the tokens of zeros that fill the last chunk learn nothing
+    q, k, v, lr = (F.pad(x, (0, 0, 0, -T % n)).unflatten(2, (-1, n)) for x in (Q, K, V, rate))
     scaled = (k * (c[n - 1] * lr))[:, :, :-1]  # no output depends on the last chunk's step
     steps = scaled.mT @ v[:, :, :-1]  # (B,H,c-1,D,D)
     start = W.unsqueeze(1).expand(len(Q), H, 1, *W.shape[1:])

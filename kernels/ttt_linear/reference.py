@@ -15,7 +15,9 @@ from torch import Tensor
 from ..dispatch import compute_dtype
 
 Inner = Literal["ln", "plain"]
-_SEGMENT = 128  # least tokens from one kept state to the next: at D = 64 states take half the memory of the output
+# least tokens from one kept state to the next in the backends `torch` and `numba`: at D = 64 states take half the memory
+# of the output
+_SEGMENT = 128
 
 
 class Arguments(NamedTuple):
@@ -42,18 +44,18 @@ class Arguments(NamedTuple):
 
 
 def segment_length(T: int, chunk_size: int) -> int:
-    """Return the tokens of a segment, whole chunks. Takes symbolic sizes.
+    """Return the tokens from one kept state to the next, whole chunks. Takes symbolic sizes.
 
-    The backward pass needs the state before each segment but the first.
+    The backward pass starts from the state before each segment; that before the first is the start state itself.
     """
     n = torch.sym_min(chunk_size, T)
     return (_SEGMENT + n - 1) // n * n
 
 
 def states_shape(shape: Sequence[int], chunk_size: int, keep_states: bool) -> tuple[int, int, int, int, int, int]:
-    """Return the shape of the kept states, W with b as its last row, for q of shape (B,T,R,H,D).
+    """Return the shape of the states before all segments but the first, for q of shape (B,T,R,H,D).
 
-    Takes symbolic sizes.
+    A state is W with b as its last row. Without `keep_states` there are none. Takes symbolic sizes.
     """
     B, T, R, H, D = shape
     return B, R, H, (T - 1) // segment_length(T, chunk_size) if keep_states else 0, D + 1, D
@@ -101,18 +103,19 @@ def ttt_linear_dual(
     Returns:
         (B,T,H,D) in q's dtype; with `return_inner`, a pair with an `InnerLearning`.
     """
-    Q_all, K_all, V_all, lr_all, c, W, b, gamma, mu = _prepare(
-        q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, reverse
-    )
-    chunks, W, _ = scan_chunks(
-        Q_all, K_all, V_all, lr_all, W, b, c, gamma, mu, chunk_size=chunk_size, eps=eps, inner=inner
-    )
+    dtype = compute_dtype(q.dtype)
+    ordered = (x.to(dtype).flip(1) if reverse else x.to(dtype) for x in (q, k, v, lr))
+    tokens = [x.transpose(1, 2) for x in ordered]  # (B,H,T,D), rates (B,H,T)
+    W = W0.to(dtype).expand(q.shape[0], *W0.shape)
+    b, gamma, mu = (None if x is None else x.to(dtype)[None, :, None] for x in (b0, ln_weight, ln_bias))
+    how = {"chunk_size": chunk_size, "eps": eps, "inner": inner}
+    chunks, _, _ = scan_chunks(*tokens, W, b, token_scale.to(dtype), gamma, mu, **how)
     outs, gradients, residuals = zip(*chunks, strict=True)
     losses = [residual.square().sum(-1) / 2 for residual in residuals]
     out = _finish(outs, reverse, q.dtype)
     if not return_inner:
         return out
-    return out, InnerLearning(_finish(gradients, reverse, W.dtype), _finish(losses, reverse, W.dtype))
+    return out, InnerLearning(_finish(gradients, reverse, dtype), _finish(losses, reverse, dtype))
 
 
 def scan_chunks(
@@ -133,7 +136,7 @@ def scan_chunks(
     """Learn chunk by chunk; return (out, G, residual inside the norm) of each chunk, and the final W and b.
 
     Args:
-        Q_all, K_all, V_all: (...,T,D), in scan order. lr_all: (...,T).
+        Q_all, K_all, V_all: (...,T,D), in scan order and the compute dtype. lr_all: (...,T).
         W, b: the start, (...,D,D) and (...,1,D). c: (...,chunk_size). gamma, mu: (...,1,D).
         chunk_size, eps, inner: as of `ttt_linear_dual`.
     """
@@ -156,19 +159,8 @@ def scan_chunks(
     return chunks, W, b
 
 
-def _prepare(q, k, v, lr, token_scale, W0, b0, ln_weight, ln_bias, reverse):
-    """Return the inputs in the compute dtype, in scan order and heads first.
-
-    q, k, v (B,H,T,D), lr (B,H,T), c (chunk_size,), W (B,H,D,D); b, γ and μ (1,H,1,D).
-    """
-    dtype = compute_dtype(q.dtype)
-    q, k, v, lr = (x.to(dtype).flip(1) if reverse else x.to(dtype) for x in (q, k, v, lr))
-    W = W0.to(dtype).expand(q.shape[0], *W0.shape)
-    b, gamma, mu = (None if x is None else x.to(dtype)[None, :, None] for x in (b0, ln_weight, ln_bias))
-    return *(x.transpose(1, 2) for x in (q, k, v, lr)), token_scale.to(dtype), W, b, gamma, mu
-
-
 def _finish(chunks: Sequence[Tensor], reverse: bool, dtype: torch.dtype) -> Tensor:
+    """Join what each chunk gave, (B,H,n,...) in scan order, to (B,T,H,...) in the order of the input."""
     joined = torch.cat(chunks, 2).transpose(1, 2)
     return (joined.flip(1) if reverse else joined).to(dtype)
 

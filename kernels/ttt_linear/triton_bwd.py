@@ -36,7 +36,7 @@ from torch import Tensor
 from ..dispatch import find_gpu
 from ..triton_launch import launch
 from .reference import Arguments
-from .triton_fwd import alive, place, shared_arguments, start_state
+from .triton_fwd import alive, is_large, load_rows, place, shared_arguments, start_state
 
 # the loops of a launch: both, group by group; the first alone, with a program for each group; the second alone
 BOTH, REPLAY, BACK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -141,10 +141,10 @@ def backward_kernel(
                 slot = chunk % GROUP if PASS == BOTH else tl.cast(chunk, tl.int64)
                 inside = n < tl.minimum(CHUNK, T - chunk * CHUNK)
                 at = tl.cast(chunk, tl.int64) * (step * CHUNK * R * H * D)
-                k = tl.load(k_ptr + at + tile, mask=inside[:, None], other=0.0)
-                q = tl.load(q_ptr + at + tile, mask=inside[:, None], other=0.0)
-                v = tl.load(v_ptr + at + tile, mask=inside[:, None], other=0.0)
-                dy = tl.load(dout_ptr + at + tile, mask=inside[:, None], other=0.0)
+                k = load_rows(k_ptr + at + tile, inside)
+                q = load_rows(q_ptr + at + tile, inside)
+                v = load_rows(v_ptr + at + tile, inside)
+                dy = load_rows(dout_ptr + at + tile, inside)
                 lr = tl.load(lr_ptr + chunk * (step * CHUNK * H) + step * H * n, mask=inside, other=0.0)
 
                 S = ST.to(dt)
@@ -173,8 +173,8 @@ def backward_kernel(
                 tl.store(vectors + BLOCK + n, m_gx)
                 G = g * rstd[:, None] - (x * (m_gx * rstd)[:, None] + (m_g * rstd)[:, None])
                 tiles = tiles_ptr + slot * (4 * BLOCK * D) + flat
-                tl.store(tiles, x.to(dt))
-                tl.store(tiles + BLOCK * D, G.to(dt))
+                tl.store(tiles, x)
+                tl.store(tiles + BLOCK * D, G)
                 G = (lr[:, None] * G).to(dt)
                 tl.store(tiles + 2 * BLOCK * D, G)
                 GT = tl.trans(G)
@@ -201,7 +201,7 @@ def backward_kernel(
                 dc_here += dA * QK
                 dq = tl.dot(tl.trans(S), tl.trans(dod), input_precision="ieee")
                 dq = tl.dot(tl.trans(k), dQK, acc=dq, input_precision="ieee")
-                tl.store(dq_ptr + at + tile, (tl.trans(dq) + dy).to(dt), mask=inside[:, None])
+                tl.store(dq_ptr + at + tile, tl.trans(dq) + dy, mask=inside[:, None])
 
             dc -= tl.sum(dc_here, 0)
 
@@ -219,9 +219,9 @@ def backward_kernel(
                 slot = chunk % GROUP if PASS == BOTH else tl.cast(chunk, tl.int64)
                 inside = n < tl.minimum(CHUNK, T - chunk * CHUNK)
                 at = tl.cast(chunk, tl.int64) * (step * CHUNK * R * H * D)
-                k = tl.load(k_ptr + at + tile, mask=inside[:, None], other=0.0)
-                q = tl.load(q_ptr + at + tile, mask=inside[:, None], other=0.0)
-                v = tl.load(v_ptr + at + tile, mask=inside[:, None], other=0.0)
+                k = load_rows(k_ptr + at + tile, inside)
+                q = load_rows(q_ptr + at + tile, inside)
+                v = load_rows(v_ptr + at + tile, inside)
                 lr = tl.load(lr_ptr + chunk * (step * CHUNK * H) + step * H * n, mask=inside, other=0.0)
                 S = tl.load(S_ptr + (slot * (D * D) + d[:, None] * D + d[None, :]))
                 tiles = tiles_ptr + slot * (4 * BLOCK * D) + flat
@@ -260,7 +260,7 @@ def backward_kernel(
                 dzd = dz.to(dt)
                 dgamma += dg * (2 * gamma * x + (mu + (k.to(tl.float32) - v.to(tl.float32))))
                 dmu += dtarget
-                tl.store(dv_ptr + at + tile, (-dtarget).to(dt), mask=inside[:, None])
+                tl.store(dv_ptr + at + tile, -dtarget, mask=inside[:, None])
 
                 # the keys, and the state before the chunk
                 dk = tl.dot(tl.trans(dS), tl.trans(Gd), input_precision="ieee") * minus_c_last
@@ -268,7 +268,7 @@ def backward_kernel(
                 dk = tl.dot(tl.trans(q), tl.trans(dQK), acc=dk, input_precision="ieee")
                 dST = tl.dot(tl.trans(dzd), k, acc=dST, input_precision="ieee")
                 dbeta = tl.dot(tl.trans(dzd), ones, acc=dbeta, input_precision="ieee")
-                tl.store(dk_ptr + at + tile, (tl.trans(dk) + dtarget).to(dt), mask=inside[:, None])
+                tl.store(dk_ptr + at + tile, tl.trans(dk) + dtarget, mask=inside[:, None])
             # between groups the gradient of the state is kept in its outputs, which leaves the registers to loop 1
             tl.store(dW0_ptr + d[None, :] * D + d[:, None], dST)
             tl.store(db0_ptr + d[:, None] + 0 * n[None, :], dbeta, mask=(n == 0)[None, :])
@@ -288,7 +288,7 @@ def configs(dtype: torch.dtype, chunk_size: int, width: int = 64) -> list[triton
     168 registers let three programs of 128 threads share a multiprocessor. This pass has many programs: the spilled
     registers cost less than a second wave.
     """
-    if _is_large(dtype, chunk_size, width):
+    if is_large(dtype, chunk_size, width):
         return _large_configs(dtype, chunk_size)
     return [
         triton.Config({}, num_warps=warps, num_stages=1, maxnreg=registers)
@@ -301,23 +301,20 @@ def replay_configs(dtype: torch.dtype, chunk_size: int, width: int = 64) -> list
 
     Here and in BACK there are registers and shared memory to load ahead.
     """
-    if _is_large(dtype, chunk_size, width):
+    if is_large(dtype, chunk_size, width):
         return _large_configs(dtype, chunk_size)
     return [triton.Config({}, num_warps=4, num_stages=stages) for stages in (2, 1)]
 
 
 def back_configs(dtype: torch.dtype, chunk_size: int, width: int = 64) -> list[triton.Config]:
     """Return the candidates of the pass BACK."""
-    if _is_large(dtype, chunk_size, width):
+    if is_large(dtype, chunk_size, width):
         return _large_configs(dtype, chunk_size)
     return [triton.Config({}, num_warps=4, num_stages=stages) for stages in (3, 1)]
 
 
-def _is_large(dtype: torch.dtype, chunk_size: int, width: int) -> bool:
-    return dtype == torch.float32 or chunk_size > 16 or width > 64
-
-
 def _large_configs(dtype: torch.dtype, chunk_size: int) -> list[triton.Config]:
+    """Return the candidates of every pass for sizes that are `is_large`."""
     # for chunks of 32 tokens of two-byte elements, Triton 3.6's code for 8 warps leaves the bounds of its shared memory
     several = (4,) if chunk_size == 32 and dtype != torch.float32 else (8, 4)
     # without a bound ptxas compiles chunk size 64 for sm_80 with 32 registers

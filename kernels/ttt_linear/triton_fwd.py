@@ -52,6 +52,12 @@ def place(T, R, H, reverse):
 
 
 @triton.jit
+def load_rows(pointer, inside):
+    """Load a tile (n,D), zeros in the rows of tokens that are not `inside`."""
+    return tl.load(pointer, mask=inside[:, None], other=0.0)
+
+
+@triton.jit
 def start_state(W_ptr, b_ptr, D: tl.constexpr):
     """Return ST (D,D) and β (D,), with mean 0 over the outputs, in fp32.
 
@@ -130,9 +136,9 @@ def forward_kernel(
     tile = (step * R * H * D) * n[:, None] + d[None, :]
     v_tile = (step * v_rows * D) * n[:, None] + d[None, :]
     inside = n < tl.minimum(CHUNK, T)
-    k = tl.load(k_ptr + tile, mask=inside[:, None], other=0.0)
-    v = tl.load(v_ptr + v_tile, mask=inside[:, None], other=0.0)
-    q = tl.load(q_ptr + tile, mask=inside[:, None], other=0.0)
+    k = load_rows(k_ptr + tile, inside)
+    v = load_rows(v_ptr + v_tile, inside)
+    q = load_rows(q_ptr + tile, inside)
     lr = tl.load(lr_ptr + step * H * n, mask=inside, other=0.0)
     # the next chunk is loaded while this one is computed; its v last, see `alive`
     for i in tl.range(0, chunks, disable_licm=True):
@@ -146,8 +152,8 @@ def forward_kernel(
         ahead = n < tl.minimum(CHUNK, T - i * CHUNK - CHUNK)
         at = tl.cast(i, tl.int64) * (step * CHUNK * R * H * D)
         at_ahead = at + step * CHUNK * R * H * D
-        k_ahead = tl.load(k_ptr + at_ahead + tile, mask=ahead[:, None], other=0.0)
-        q_ahead = tl.load(q_ptr + at_ahead + tile, mask=ahead[:, None], other=0.0)
+        k_ahead = load_rows(k_ptr + at_ahead + tile, ahead)
+        q_ahead = load_rows(q_ptr + at_ahead + tile, ahead)
         lr_ahead = tl.load(lr_ptr + (i + 1) * (step * CHUNK * H) + step * H * n, mask=ahead, other=0.0)
 
         S = ST.to(dt)
@@ -168,14 +174,14 @@ def forward_kernel(
         k_step = (minus_c_last * k.to(tl.float32)).to(dt)
         o = tl.dot(G, A, acc=o, input_precision="ieee")
         v_at = tl.cast(i + 1, tl.int64) * (step * CHUNK * v_rows * D)
-        v_ahead = tl.load(v_ptr + v_at + v_tile, mask=ahead[:, None], other=0.0)
+        v_ahead = load_rows(v_ptr + v_at + v_tile, ahead)
         ST = tl.dot(G, k_step, acc=ST, input_precision="ieee")
         G_sum = tl.dot(G, ones, acc=G_sum, input_precision="ieee")
 
         o = tl.where(alive(v_ahead), tl.trans(o), 0.0)
         o_rstd = tl.rsqrt(tl.sum(o * o, 1) / D + eps)
         y = gamma * o * o_rstd[:, None] + (mu + q.to(tl.float32))
-        tl.store(out_ptr + at + tile, y.to(dt), mask=(n < tl.minimum(CHUNK, T - i * CHUNK))[:, None])
+        tl.store(out_ptr + at + tile, y, mask=(n < tl.minimum(CHUNK, T - i * CHUNK))[:, None])
         k, v, q, lr = k_ahead, v_ahead, q_ahead, lr_ahead
 
 
@@ -220,15 +226,19 @@ def constants(width: int, chunk_size: int) -> dict[str, int]:
     return {"D": width, "CHUNK": chunk_size, "BLOCK": max(16, chunk_size), "GROUP": group_chunks(width, chunk_size)}
 
 
+def is_large(dtype: torch.dtype, chunk_size: int, width: int) -> bool:
+    """Return whether the tiles of these sizes take more registers than those of the models in low precision."""
+    return dtype == torch.float32 or chunk_size > 16 or width > 64
+
+
 def configs(dtype: torch.dtype, chunk_size: int, width: int = 64) -> list[triton.Config]:
     """Return the candidates of the forward kernel; the first is the default, which runs untuned.
 
     168 registers let three programs of 128 threads share a multiprocessor. There is one stage: the kernel loads ahead
     itself, and Triton's own pipelining would give its tiles another layout.
     """
-    large = dtype == torch.float32 or chunk_size > 16 or width > 64
     # without a bound ptxas compiles some of the large ones with 32 registers
-    options = [(8, 255), (4, 255)] if large else [(4, 168), (4, None), (2, None)]
+    options = [(8, 255), (4, 255)] if is_large(dtype, chunk_size, width) else [(4, 168), (4, None), (2, None)]
     return [triton.Config({}, num_warps=warps, num_stages=1, maxnreg=registers) for warps, registers in options]
 
 

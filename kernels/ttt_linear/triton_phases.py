@@ -30,7 +30,7 @@ from ..triton_launch import launch
 from . import triton_fwd
 from .reference import Arguments
 from .triton_fwd import INTERPRETED as INTERPRETED  # callers find it here, as in any forward module
-from .triton_fwd import alive, place, shared_arguments, start_state, states_shape, token_rows
+from .triton_fwd import alive, load_rows, place, shared_arguments, start_state, states_shape, token_rows
 from .triton_fwd import unsupported as unsupported
 
 CHUNK_SIZE, WIDEST, ROWS = 16, 64, 64
@@ -101,9 +101,9 @@ def state_kernel(
                 tl.store(beta_ptr + block * D + d[:, None] + 0 * n[None, :], beta, mask=(n == 0)[None, :])
             inside = n < tl.minimum(CHUNK, T - i * CHUNK)
             at = tl.cast(i, tl.int64) * (step * CHUNK)
-            k = tl.load(k_ptr + at * (R * H * D) + tile, mask=inside[:, None], other=0.0)
+            k = load_rows(k_ptr + at * (R * H * D) + tile, inside)
             lr = tl.load(lr_ptr + at * H + step * H * n, mask=inside, other=0.0)
-            v = tl.load(v_ptr + at * (v_rows * D) + v_tile, mask=inside[:, None], other=0.0)
+            v = load_rows(v_ptr + at * (v_rows * D) + v_tile, inside)
             z = tl.dot(S, tl.trans(k), acc=beta, input_precision="ieee")
             z = tl.where(alive(v), tl.trans(z), 0.0)
             e = gamma * (mu + (k.to(tl.float32) - v.to(tl.float32)))
@@ -115,7 +115,7 @@ def state_kernel(
             m_g = m_y * rstd + m_e - m_z * m_gz
             rate = lr * rstd
             G = (y * rstd[:, None] + e) * rate[:, None] - (z * (m_gz * rate)[:, None] + (m_g * rate)[:, None])
-            tl.store(G_ptr + at * (R * H * D) + tile, G.to(dt), mask=inside[:, None])
+            tl.store(G_ptr + at * (R * H * D) + tile, G, mask=inside[:, None])
             GT = tl.trans((minus_c_last * G).to(dt))
             ST = tl.dot(GT, k, acc=ST, input_precision="ieee")
             beta = tl.dot(GT, ones, acc=beta, input_precision="ieee")
@@ -174,7 +174,7 @@ def output_kernel(
     gamma = tl.load(gamma_ptr + param * D + d)[None, :]
     mu = tl.load(mu_ptr + param * D + d)[None, :]
     y = gamma * o * rstd[:, None] + (mu + q.to(tl.float32))
-    tl.store(out_ptr + tile, y.to(dt), mask=inside)
+    tl.store(out_ptr + tile, y, mask=inside)
 
 
 def are_written_for(dtype: torch.dtype, chunk_size: int, width: int) -> bool:

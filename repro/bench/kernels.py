@@ -264,8 +264,9 @@ def run_bench(
         wanted += [(cases.NAME, key) for key in planned]
         todo = {key: step for key, step in planned.items() if not is_done(cases.NAME, key)}
         if todo and _left(deadline) > 0:
-            what, how = "before it is timed", {"seeds": [0], "device": device, "poisoned": False}
-            right = check.check_one(cases, what, check.compare, (cases, what, cases.TYPICAL, "bf16"), how)
+            what = "before it is timed"
+            run = partial(check.compare, cases, what, cases.TYPICAL, "bf16", device=device, poisoned=False)
+            right = check.check_one(cases, what, run)
             if not right["passed"]:
                 raise RunError(f"kernels bench: {format_check(right)}; run `repro kernels check --op {cases.NAME}`")
         for key, step in todo.items():
@@ -276,16 +277,6 @@ def run_bench(
             rows[cases.NAME, key] = row | place
             _write_bench(path, rows.values())
             print(format_bench(row), flush=True)
-        memory_keys = bench.list_memory_keys(cases) if cases.NAME == "ttt_linear" else []
-        wanted += [(cases.NAME, key) for key in memory_keys]
-        if all(is_done(cases.NAME, key) for key in memory_keys):
-            continue
-        if _left(deadline) <= 0:
-            left += len(memory_keys)
-        else:
-            for row in bench.measure_memory(cases, device):
-                rows[cases.NAME, bench.row_key(cases, row)] = row | place
-            _write_bench(path, rows.values())
     if not left:
         state.finish()
     # a failure in an earlier part of this series counts too
@@ -365,6 +356,8 @@ def format_bench(row: Mapping[str, Any]) -> str:
     what = f"{row['operator']}, {_sizes(row)}, {row['passes']}, {row['implementation']}"
     if row["status"] != "ok":
         return f"{what}: {row['status']} ({row['reason']})"
+    if row["median_ms"] is None:  # a row of memory
+        return f"{what}: peak {row['peak_memory_mib']:.0f} MiB"
     spread = f"{row['median_ms']:.3f} ms ({row['p20_ms']:.3f} to {row['p80_ms']:.3f})"
     share = row["share_of_copy_percent"]
     share = "–" if share is None else f"{share:.0f} % of a copy"

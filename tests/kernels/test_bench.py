@@ -112,9 +112,13 @@ def test_a_row_that_breaks_is_a_row(monkeypatch, tmp_path):
     monkeypatch.setattr(cases, "missing", lambda: "not installed")
     unavailable = bench.measure(cases, CPU, step, find={}.get)
     assert unavailable["status"] == "unavailable"
-    monkeypatch.setattr(bench, "_memory_sizes", lambda cases: cases.SMALL)
+    monkeypatch.undo()
     # a CPU has no kernels, and no memory that CUDA counts
-    assert [(row["status"], bool(row["reason"])) for row in bench.measure_memory(cases, CPU)] == [("failed", True)] * 2
+    memory = [
+        (cases.SMALL, bench.MEMORY, name) for _, passes, name in bench.planned(cases).values() if passes == bench.MEMORY
+    ]
+    rows = [bench.measure(cases, CPU, step, find={}.get) for step in memory]
+    assert [(row["status"], bool(row["reason"])) for row in rows] == [("failed", True)] * 2
     copied = bench._filled(bench._blank(cases, "copy", sizes, FORWARD), [1.0, 2.0, 3.0], None, 0.0)
     ours = bench._filled(bench._blank(cases, "triton", sizes, FORWARD), [1.0, 2.0, 3.0], 1.0, 5.0)
     assert ours["share_of_copy_percent"] == 50 and ours["gb_per_s"] == pytest.approx(

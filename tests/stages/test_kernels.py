@@ -1,6 +1,5 @@
 """`repro kernels`: what it says where it cannot run, its records, and the tables in the documentation."""
 
-import json
 import shutil
 import subprocess
 from unittest.mock import Mock
@@ -139,9 +138,7 @@ TIMED |= {"samples": 10, "bytes": 1, "gflop": 0.0, **vars(OPERATORS["bi_wkv"].CO
 
 
 def test_a_bench_goes_on_with_what_failed_and_with_the_rows_of_memory(bare_checkout, monkeypatch):
-    """The time ends with the last row, which failed; the next call repeats this one and measures memory, a third
-    nothing.
-    """
+    """The time ends with a row that failed; the next call repeats this one and measures memory, a third nothing."""
     from kernels.tools import bench, check
 
     cases, made = OPERATORS["ttt_linear"], []
@@ -152,24 +149,17 @@ def test_a_bench_goes_on_with_what_failed_and_with_the_rows_of_memory(bare_check
         status = "failed" if made == ["copy", "triton"] else "oom"
         return sizes | vars(step[0]) | {"passes": step[1], "implementation": step[2], "status": status}
 
-    def measure_memory(cases, device):
-        made.append("memory")
-        names = map(json.loads, bench.list_memory_keys(cases))
-        return [
-            sizes
-            | dict(zip(("implementation", "passes", *vars(cases.COMPARED)), name, strict=True))
-            | {"status": "oom"}
-            for name in names
-        ]
-
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(kernels, "device_slug", lambda device: "gpu")
     monkeypatch.setattr(kernels, "device_label", lambda device: "cuda: GPU")
     monkeypatch.setattr(check, "compare", lambda *given, **more: {"passed": True})
-    steps = [(cases.COMPARED, "forward", name) for name in ("copy", "triton")]
+    steps = [
+        (cases.COMPARED, "forward", "copy"),
+        (cases.COMPARED, "forward", "triton"),
+        (cases.SMALL, "memory", "ours"),
+    ]
     monkeypatch.setattr(bench, "planned", lambda *_: {bench.step_key(cases, *step): step for step in steps})
     monkeypatch.setattr(bench, "measure", measure)
-    monkeypatch.setattr(bench, "measure_memory", measure_memory)
     monkeypatch.setattr(kernels, "_left", lambda deadline: 0 if made == ["copy", "triton"] else 60)
     began = read_clock()
     with pytest.raises(RunError, match="1 rows failed"):
@@ -178,7 +168,7 @@ def test_a_bench_goes_on_with_what_failed_and_with_the_rows_of_memory(bare_check
     monkeypatch.setattr(kernels, "_left", lambda deadline: 60)
     for _ in range(2):
         assert kernels.run_bench(find_root(), "ttt_linear", began=began)
-        assert made == ["copy", "triton", "triton", "memory"]
+        assert made == ["copy", "triton", "triton", "ours"]
 
 
 def test_a_bench_whose_check_breaks_off_says_so(bare_checkout, monkeypatch):

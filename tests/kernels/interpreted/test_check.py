@@ -38,20 +38,21 @@ def test_a_row_of_right_and_of_wrong_kernels(cases, dtype, monkeypatch, tmp_path
 def test_the_plan_has_every_dtype_and_on_a_gpu_every_config(cases, monkeypatch):
     def plan():
         checks = list(check.planned(cases, "cpu"))
-        return [each for _, each, *_ in checks], [each for each in checks if each[1] is check.compare]
+        return [run.func for _, run in checks], [run for _, run in checks if run.func is check.compare]
 
     kinds, compared = plan()
-    assert {given[3] for _, _, given, _ in compared} == {"fp32", "fp16"} and check.repeat in kinds
+    assert {run.args[3] for run in compared} == {"fp32", "fp16"} and check.repeat in kinds
     monkeypatch.setattr(triton_launch, "INTERPRETED", False)
     monkeypatch.setattr(cases, "select", lambda *_: "triton")
     kinds, compared = plan()
-    assert {given[3] for _, _, given, _ in compared} == set(DTYPES)
-    assert {given[2].tokens for _, _, given, _ in compared} >= {1, 2, 196, 197, 4200, 6400}
-    for key, which in (("config", 0), ("backward_config", 1)):
+    assert {run.args[3] for run in compared} == set(DTYPES)
+    assert {run.args[2].tokens for run in compared} >= {1, 2, 196, 197, 4200, 6400}
+    configured = [run for run in compared if "configs" in run.keywords]
+    for which in (0, 1):
         for dtype, given_dtype in DTYPES.items():
-            found = [asked[key] for _, _, given, asked in compared if given[3] == dtype and key in asked]
-            assert list(map(describe_config, found)) == list(map(describe_config, cases.configs(given_dtype)[which]))
-    configured = [asked for *_, asked in compared if {"config", "backward_config"} & set(asked)]
+            found = [run.keywords["configs"][which] for run in configured if run.args[3] == dtype]
+            wanted = cases.configs(given_dtype)[which]
+            assert list(map(describe_config, filter(None, found))) == list(map(describe_config, wanted))
     assert kinds.count(check.repeat) == 1 + len(configured) and kinds.count(check.compile_op) == 1
 
 

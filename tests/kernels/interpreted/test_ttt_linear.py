@@ -66,9 +66,11 @@ SPLIT += [slow(*case) for case in ((1, {}), (700, {}), (150, {"head_dim": 16}), 
 def test_the_backward_pass_in_two_launches(tokens, options):
     """With a program for every group of chunks: as exact as one launch, the same bits where both add up alike."""
     sizes = small(tokens, 1, **options)
-    assert_passes(sizes, backward_config=TWO_PASSES)
+    assert_passes(sizes, configs=(None, TWO_PASSES))
     inputs, _ = check.draw_case(cases, sizes, 1)
-    one, other = (check.run_kernels(cases, inputs, torch.float16, sizes, None, config) for config in (None, TWO_PASSES))
+    one, other = (
+        check.run_kernels(cases, inputs, torch.float16, sizes, (None, config)) for config in (None, TWO_PASSES)
+    )
     for name in ("q", "k", "v", "lr", "W0", "b0"):  # the others are sums over tokens
         assert torch.equal(one[name], other[name]), name
 
@@ -76,14 +78,13 @@ def test_the_backward_pass_in_two_launches(tokens, options):
 @pytest.mark.parametrize(("tokens", "options"), SPLIT)
 def test_the_forward_pass_in_two_phases(tokens, options):
     """As exact as in one; the backward pass starts from its kept states."""
-    assert_passes(small(tokens, 1, **options), config=TWO_PHASES)
+    assert_passes(small(tokens, 1, **options), configs=(TWO_PHASES, None))
 
 
 @pytest.mark.slow
 def test_tokens_that_are_alike():
     """In two phases and two launches, from chunk to chunk: the mean of Z, which rounding makes, does not grow."""
-    options = {"config": TWO_PHASES, "backward_config": TWO_PASSES}
-    row = check.compare(cases, "", small(600, 1, alike=True), "fp16", seeds=[0], **options)
+    row = check.compare(cases, "", small(600, 1, alike=True), "fp16", seeds=[0], configs=(TWO_PHASES, TWO_PASSES))
     assert row["passed"], row
 
 
