@@ -18,16 +18,26 @@ LOOP = 16
 
 
 @triton.jit
-def convolve(tokens_ptr, taps_ptr, tile, t, T, width, c, here, D: tl.constexpr):
-    """Return tokens t, channels c at `tile`, plus the sum of their nine weighted neighbours on the grid."""
+def find_neighbour(i: tl.constexpr, t, T, width, D: tl.constexpr):
+    """Return the distance in memory from tokens t to their neighbours at tap i, and which of these the grid has."""
+    down, right = i // 3 - 1, i % 3 - 1
+    at, column = t + down * width + right, t % width + right
+    return tl.cast(down * width + right, tl.int64) * D, (at >= 0) & (at < T) & (column >= 0) & (column < width)
+
+
+@triton.jit
+def norm_gradient(d, x, rstd, D: tl.constexpr):
+    """Return the gradient by y from that by x, d, where x and `rstd` are those of `normalise(y)`."""
+    return rstd[:, None] * (d - (tl.sum(d, 1) / D)[:, None] - x * (tl.sum(d * x, 1) / D)[:, None])
+
+
+@triton.jit
+def convolve(tokens_ptr, taps_ptr, tile, t, T, width, here, D: tl.constexpr):
+    """Return the tokens t, at `tile`, plus the sum of their nine weighted neighbours on the grid."""
     y = load_fp32(tokens_ptr + tile, here)
-    column = t % width
     for i in tl.static_range(9):
-        down, right = i // 3 - 1, i % 3 - 1
-        at = t + down * width + right
-        some = (at >= 0) & (at < T) & (column + right >= 0) & (column + right < width)
-        there = tile + tl.cast(down * width + right, tl.int64) * D
-        x = load_fp32(tokens_ptr + there, here & some[:, None])
+        away, some = find_neighbour(i, t, T, width, D)
+        x = load_fp32(tokens_ptr + tile + away, here & some[:, None])
         y += x * load_wide(taps_ptr + i * D, y, D)
     return y
 
@@ -66,17 +76,15 @@ def norm_backward_kernel(
         here = (t < T)[:, None] & (c < D)[None, :]
         tile = (b * T + t[:, None]) * D + c[None, :]
         if CONVOLVE:
-            y = convolve(tokens_ptr, taps_ptr, tile, t, T, width, c, here, D)
+            y = convolve(tokens_ptr, taps_ptr, tile, t, T, width, here, D)
         else:
             y = load_fp32(tokens_ptr + tile, here)
         x, rstd = normalise(y, D, here, eps)
         d = load_fp32(dout_ptr + tile, here)
         dgamma += d * x
         dbeta += d
-        d *= gamma
-        d = rstd[:, None] * (d - (tl.sum(d, 1) / D)[:, None] - x * (tl.sum(d * x, 1) / D)[:, None])
-        d += load_fp32(dy_ptr + tile, here)
-        tl.store(g_ptr + tile, d, mask=here)
+        g = norm_gradient(d * gamma, x, rstd, D) + load_fp32(dy_ptr + tile, here)
+        tl.store(g_ptr + tile, g, mask=here)
     at = partial_ptr + (b * tl.num_programs(0) + tl.program_id(0)) * 2 * D + c
     tl.store(at, tl.sum(dgamma, 0), mask=c < D)
     tl.store(at + D, tl.sum(dbeta, 0), mask=c < D)
@@ -107,18 +115,14 @@ def conv_backward_kernel(
         t = (tl.program_id(0) * LOOP + j) * ROWS + tl.arange(0, ROWS)
         here = (t < T)[:, None] & (c < D)[None, :]
         tile = (b * T + t[:, None]) * D + c[None, :]
-        column = t % width
         g = load_fp32(g_ptr + tile, here)
         dtokens = g
         for i in tl.static_range(9):
-            down, right = i // 3 - 1, i % 3 - 1
-            at = t + down * width + right
-            some = here & ((at >= 0) & (at < T) & (column + right >= 0) & (column + right < width))[:, None]
-            there = tile + tl.cast(down * width + right, tl.int64) * D
-            x = load_fp32(tokens_ptr + there, some)
+            away, some = find_neighbour(i, t, T, width, D)
+            x = load_fp32(tokens_ptr + tile + away, here & some[:, None])
             sums += tl.where(n == i, tl.sum(g * x, 0)[None, :], 0.0)
             # the neighbour at tap i of this token sees this token at its tap 8 − i
-            other = load_fp32(g_ptr + there, some)
+            other = load_fp32(g_ptr + tile + away, here & some[:, None])
             dtokens += other * load_fp32(taps_ptr + (8 - i) * D + c, c < D)[None, :]
         tl.store(dtokens_ptr + tile, dtokens, mask=here)
     at = partial_ptr + (b * tl.num_programs(0) + tl.program_id(0)) * 9 * D + n * D + c[None, :]
@@ -219,9 +223,7 @@ def gated_norm_backward_kernel(
         d *= opened
         dweight += d * x
         dbias += d
-        d *= weight
-        dz = rstd[:, None] * (d - (tl.sum(d, 1) / D)[:, None] - x * (tl.sum(d * x, 1) / D)[:, None])
-        dz = dz.to(dz_ptr.dtype.element_ty)
+        dz = norm_gradient(d * weight, x, rstd, D)
         # the norm sees the sum of both directions, which therefore have the same gradient
         tl.store(dz_ptr + both, dz, mask=here)
         tl.store(dz_ptr + both + D, dz, mask=here)

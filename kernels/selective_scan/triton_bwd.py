@@ -198,20 +198,17 @@ def backward_kernel(
                 dys = dys + (dy,)
                 tl.store(dC_ptr + at * (R * blocks * N) + n, over_channels(channels(dy) * h), mask=(n >= 0) & (i < T))
 
-            for ahead in tl.static_range(SPAN):
-                i = group * GROUP + j * SPAN + (SPAN - 1 - ahead)
+            for k in tl.static_range(SPAN - 1, -1, -1):
+                i = group * GROUP + j * SPAN + k
                 at = step * i.to(tl.int64)
                 here = inside & (i < T)
-                u = us[SPAN - 1 - ahead]
-                raw = raws[SPAN - 1 - ahead]
-                size = sizes[SPAN - 1 - ahead]
-                dy = dys[SPAN - 1 - ahead]
-                g = states(Cs[SPAN - 1 - ahead]) * channels(dy) + carry
-                carry = decays[SPAN - 1 - ahead] * g
+                u, raw, size, dy = us[k], raws[k], sizes[k], dys[k]
+                g = states(Cs[k]) * channels(dy) + carry
+                carry = decays[k] * g
                 dB = over_channels(g * channels(size * u))
                 tl.store(dB_ptr + at * (R * blocks * N) + n, dB, mask=(n >= 0) & (i < T))
-                p = carry * before[SPAN - 1 - ahead]
-                dinput = over_states(g * states(Bs[SPAN - 1 - ahead]))
+                p = carry * before[k]
+                dinput = over_states(g * states(Bs[k]))
                 ddelta = (dinput * u + over_states(p * A)) * sigmoid(raw)
                 dA += p * channels(size)
                 dbias += tl.where(i < T, ddelta, 0.0)
