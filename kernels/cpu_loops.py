@@ -55,9 +55,10 @@ class Loop:
     """
 
     def __init__(self, function: Callable) -> None:
+        """Rename the function by the hashes; nothing is compiled before its first call."""
         source = hashlib.sha256(Path(inspect.getfile(function)).read_bytes()).hexdigest()[:12]
         function.__qualname__ += f"_{source}_{_SOURCE}"
-        self.alone = _compile(function)
+        self.alone = _compile(function)  # the loop itself, for a call on one thread
         # (*lengths of the constants, dtype) -> (compiled call for them, address of the loop that it calls)
         self._shared: dict[Any, tuple[Callable, int]] = {}
 
@@ -91,6 +92,7 @@ class Loop:
 
 
 def _go_through(address, parts, tasks, *arguments):
+    """Call a loop on each of `parts` threads; `Loop.share` gives a copy of this function the two global names."""
     for part in numba.prange(parts):
         call_loop(address, tasks * part // parts, tasks * (part + 1) // parts, CONSTANTS + arguments)  # noqa: F821
 
@@ -142,13 +144,14 @@ def _fit(function: Callable, low: float, high: float, degree: int, kind: Any) ->
 def exp2(x: Any) -> Any:
     """Return 2ˣ to rounding, at least the smallest normal number, and infinity above the largest.
 
-    2ˣ is computed as a polynomial on [−½, ½] times a power of two.
+    2ˣ is computed as a polynomial on [−½, ½] times a power of two. Loops alone call it: `overload` gives numba the code.
     """
     raise NotImplementedError("numba compiles it")
 
 
 @overload(exp2, jit_options=INLINE)
 def _exp2(x: Any) -> Callable | None:
+    """Return the code of `exp2` for a type of x; None where it is no float, as `overload` requires."""
     if (kinds := _kinds(x)) is None:
         return None
     kind, integer, bias, mantissa = kinds
@@ -176,6 +179,7 @@ def sigmoid(x: Any) -> Any:
 
 @overload(sigmoid, jit_options=INLINE)
 def _sigmoid(x: Any) -> Callable | None:
+    """Return the code of `sigmoid`, as `_exp2`."""
     if (kinds := _kinds(x)) is None:
         return None
     one, log2e = kinds[0](1), kinds[0](-1 / math.log(2))
@@ -193,6 +197,7 @@ def softplus(x: Any) -> Any:
 
 @overload(softplus, jit_options=INLINE)
 def _softplus(x: Any) -> Callable | None:
+    """Return the code of `softplus`, as `_exp2`."""
     if (kinds := _kinds(x)) is None:
         return None
     kind = kinds[0]
@@ -218,7 +223,7 @@ def copy_row(constant, source, target):
 
 @numba.njit(**INLINE)
 def add_scaled(constant, total, weight, row):
-    """Compute total += weight * row, element by element."""
+    """Compute total += weight * row, element by element, for three rows."""
     for c in range(len(constant)):
         total[c] += weight[c] * row[c]
 

@@ -87,8 +87,6 @@ def wkv_forward(first, last, span, w, u, k, v, out, states):
         states: written, (B,T,3,C), exponent and sum of an output's weights, and the output; not written if empty.
     """
     _, T, C = k.shape
-    kind, floor = k.dtype.type, EMPTY
-    one = kind(1)
     spans, groups = (C + span - 1) // span, (T + GROUP - 1) // GROUP
     # rows of `cell`: w, u, the state before a token (5), the state after it (5), and a token's output with the exponent
     # and sum of its weights
@@ -98,7 +96,7 @@ def wkv_forward(first, last, span, w, u, k, v, out, states):
     behind = np.empty((groups, span // BLOCK, 3, BLOCK), np.float64)
     right, sums = np.empty((GROUP, 3, BLOCK), k.dtype), np.empty((3 + GROUP, BLOCK), k.dtype)
     token = np.zeros((GROUP, 3, BLOCK), k.dtype)
-    token[:, 2] = one
+    token[:, 2] = 1
     for task in range(first, last):
         b, start = task // spans, task % spans * span
         end = min(C, start + span)
@@ -106,7 +104,7 @@ def wkv_forward(first, last, span, w, u, k, v, out, states):
             block, c = (e - start) // BLOCK, (e - start) % BLOCK
             cell[block, W, c], cell[block, U, c] = w[e], u[e]
         edge[:] = 0
-        edge[:, :, 0] = floor
+        edge[:, :, 0] = EMPTY
         for step in range(2 * groups):
             group = groups - 1 - step if step < groups else step - groups
             origin = group * GROUP
@@ -163,9 +161,8 @@ def wkv_backward(first, last, span, w, u, k, v, states, dout, dw, du, dk, dv):
     e^{−w} of that pair.
     """
     _, T, C = k.shape
-    kind, floor = k.dtype.type, EMPTY
-    one = kind(1)
     spans, groups = (C + span - 1) // span, (T + GROUP - 1) // GROUP
+    # rows of `cell`: w, u, a token's gradients of k and v, the sums of dw and du; and rows of `token`
     W, U, DK, DV, DW, DU = 0, 1, 2, 3, 4, 5
     K, V, E, X, Y = 0, 1, 3, 4, 5
     cell = np.zeros((span // BLOCK, 6, BLOCK), k.dtype)
@@ -174,13 +171,13 @@ def wkv_backward(first, last, span, w, u, k, v, states, dout, dw, du, dk, dv):
     left, near = np.empty((2, 5, BLOCK), k.dtype), np.empty((2, 5, BLOCK), k.dtype)  # tokens, adjoint tokens
     right, sums = np.empty((GROUP, 6, BLOCK), k.dtype), np.empty((3 + GROUP, BLOCK), k.dtype)
     token = np.zeros((GROUP, 6, BLOCK), k.dtype)  # exponent and two values, of a token and of its adjoint
-    token[:, 2] = one
+    token[:, 2] = 1
     for task in range(first, last):
         b, start = task // spans, task % spans * span
         end = min(C, start + span)
         cell[:], edge[:] = 0, 0
         for each in (0, 3):
-            edge[:, :, each] = floor
+            edge[:, :, each] = EMPTY
         for e in range(start, end):
             block, c = (e - start) // BLOCK, (e - start) % BLOCK
             cell[block, W, c], cell[block, U, c] = w[e], u[e]

@@ -108,6 +108,7 @@ class CustomOp:
         )
 
     def _register(self, name: str, schema: str, run: Callable, fake: Callable) -> Any:
+        """Register a custom op that writes to none of its inputs; `fake` computes shapes and dtypes alone."""
         operation = torch.library.custom_op(f"{NAMESPACE}::{name}", run, mutates_args=(), schema=schema)
         operation.register_fake(fake)
         return operation
@@ -123,7 +124,7 @@ class CustomOp:
             with no_autocast(getattr(x, self.leading).device.type):
                 return self._reference(x)
         if is_plain(x):  # PyTorch's dispatcher takes more of the host's time than the operator itself
-            result = self._compute(x, backend, *[False] * self._has_states)
+            result = self._compute(x, backend, *[False] * self._has_states)  # keep_states, where the operator has it
             return result[0] if self._has_states else result
         if not self._has_states:
             return self.forward(*x, backend)
@@ -157,15 +158,18 @@ class CustomOp:
         return [value for value, is_tensor in zip(values, self._is_tensor, strict=True) if is_tensor]
 
     def _run_forward(self, *values: Any) -> Any:
+        """Compute the custom op `forward`, see the class."""
         x, backend, keep_states = self._split_forward(values)
         return self._compute(x, backend, *keep_states)
 
     def _compute(self, x: Any, backend: str, *keep_states: bool) -> Any:
+        """Return the results of the backend's `forward`; operators without states give no `keep_states`."""
         module, _ = self._modules(backend, x)
         with no_autocast(getattr(x, self.leading).device.type):
             return module.forward(x, *keep_states)
 
     def _fake_forward(self, *values: Any) -> Any:
+        """Return empty results of `forward`, contiguous, as the backends must return theirs."""
         x, backend, keep_states = self._split_forward(values)
         module, _ = self._modules(backend, x)
         out_shape, *states_shape = self._result_shapes(module, x, *keep_states)
@@ -179,6 +183,7 @@ class CustomOp:
         )
 
     def _run_backward(self, *values: Any) -> Any:
+        """Compute the custom op `backward`; a schema has no optional results, so a missing gradient is empty."""
         results, x, backend = self._split_backward(values)
         _, module = self._modules(backend, x)
         with no_autocast(results[0].device.type):
@@ -186,6 +191,7 @@ class CustomOp:
         return _unpack_one(tuple(results[0].new_empty(0) if gradient is None else gradient for gradient in gradients))
 
     def _fake_backward(self, *values: Any) -> Any:
+        """Return empty gradients, contiguous, each in the shape and dtype of its argument."""
         results, x, _ = self._split_backward(values)
         return _unpack_one(
             tuple(
@@ -194,6 +200,7 @@ class CustomOp:
         )
 
     def _save_for_backward(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+        """Keep the arguments and the results named in `kept`; only tensors may go through `save_for_backward`."""
         x, ctx.backend, _ = self._split_forward(inputs)
         results = dict(zip(("out", "states"), output, strict=True)) if self._has_states else {"out": output}
         if self._has_states:
@@ -202,6 +209,7 @@ class CustomOp:
         ctx.save_for_backward(*(results[name] for name in self.kept), *self._tensors(x))
 
     def _differentiate(self, ctx: Any, dout: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        """Return a gradient or None for each input of `forward`, from what `_save_for_backward` kept."""
         saved = iter(ctx.saved_tensors)
         results = [next(saved) for _ in self.kept]
         arguments = [
@@ -214,6 +222,7 @@ class CustomOp:
         return tuple(x if needed else None for x, needed in itertools.zip_longest(aligned, ctx.needs_input_grad))
 
     def _refuse_second_derivative(self, ctx: Any, *_: Any) -> None:
+        """Raise; without this derivative of `backward`, a second derivative would silently be missing."""
         raise RuntimeError(f"{self.name}: this backend has no second derivative; backend='reference' has one")
 
 
@@ -240,7 +249,11 @@ def may_be_opaque(x: Sequence[Any]) -> bool:
 
     They may if gradients are off, and no transform, export, trace, tensor subclass or `SeesParts` mode has to see them.
     """
-    sees_parts = not torch.compiler.is_compiling() and is_in_torch_dispatch_mode() and _has_mode(SeesParts)
+    sees_parts = (
+        not torch.compiler.is_compiling()
+        and is_in_torch_dispatch_mode()
+        and any(isinstance(mode, SeesParts) for mode in _get_current_dispatch_mode_stack())
+    )
     return not (torch.is_grad_enabled() or sees_parts or _is_followed(x))
 
 
@@ -278,10 +291,6 @@ def is_plain(x: Sequence[Any]) -> bool:
 def _in_transform() -> bool:
     """Tell whether a transform of torch.func or forward-mode AD is active; a compiler has guards for both."""
     return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def _has_mode(kind: type[TorchDispatchMode]) -> bool:
-    return any(isinstance(mode, kind) for mode in _get_current_dispatch_mode_stack())
 
 
 @contextlib.contextmanager

@@ -30,10 +30,12 @@ def ttt_linear_by_scan(*values: Any) -> tuple[Tensor, Tensor]:
     n = min(chunk_size, T)
     m = (T + n - 1) // n  # not -(-T // n): ONNX rounds the quotient of a negative dividend towards 0
 
-    def per_group(x: Tensor) -> Tensor:  # (R,H,...) -> (G,...)
+    def per_group(x: Tensor) -> Tensor:
+        """Repeat a parameter for every image: (R,H,...) -> (G,...)."""
         return x.expand(B, *x.shape).flatten(0, 2)
 
     def step(W, b, tokens, c, gamma, mu):
+        """Learn from a chunk: return the next W (G,D,D) and b (G,1,D), and the outputs (G,n,D)."""
         Q, K, V, rate = tokens.split((D, D, D, 1), -1)
         G, _ = inner_gradient(torch.bmm(K, W) + b, V - K, gamma, mu, eps)
         A = c * rate.mT * (torch.bmm(Q, K.mT) + 1)
@@ -53,11 +55,12 @@ def ttt_linear_by_scan(*values: Any) -> tuple[Tensor, Tensor]:
 
 
 def selective_scan_by_scan(*values: Any) -> tuple[Tensor, Tensor]:
-    """Compute the recurrence of `selective_scan.reference`, one token per step."""
+    """Compute the recurrence of `selective_scan.reference`, one token per step; in fp32 and fp64 `full_precision` is nothing."""
     u, delta, A, B, C, D, z, delta_bias, reverse, _, _, _ = values
     u = u.repeat(1, 1, len(reverse) // u.shape[2], 1)
 
     def step(h, u, delta, B, C, A):
+        """Return the next state (B,R,E,N) and the token's output (B,R,E)."""
         h = torch.exp(delta[..., None] * A) * h + (delta * u)[..., None] * B[:, :, None]
         return h, (h * C[:, :, None]).sum(-1)
 
@@ -78,6 +81,7 @@ def bi_wkv_by_scan(
     """
 
     def step(p, numerator, denominator, k, v, w):
+        """Return the sums after a token, and those before it, each (B,2,C) and without the factor e^p."""
         top = torch.maximum(p - w, k)
         old, new = torch.exp(p - w - top), torch.exp(k - top)
         # `scan` allows no output that aliases an input, hence the clones

@@ -46,7 +46,7 @@ def lay_flat(x: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 
 def split(scans: int, channels: int, block: int) -> tuple[int, int]:
-    """Return (tasks, channels per task) for a number of scans.
+    """Return (tasks, channels per task) for a number of scans, each of one image, or one image and route.
 
     A task has all channels, or fewer if there would be fewer tasks than threads, in a multiple of `block`.
     """

@@ -15,6 +15,24 @@ def load_fp32(pointer, mask):
 
 
 @triton.jit
+def mean(x, D: tl.constexpr):
+    """Return the mean of each row of x over D channels; x is 0 in any channel beyond them."""
+    return tl.sum(x, 1) / D
+
+
+@triton.jit
+def product(a, b):
+    """Return a b in fp32. `ieee`: fp32 operands are not rounded to TF32."""
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def add_product(total, a, b):
+    """Return total + a b, see `product`."""
+    return tl.dot(a, b, acc=total, input_precision="ieee")
+
+
+@triton.jit
 def invert(x):
     """Return 1/x of a positive normal number, nearly to rounding; a division would also test for denormal numbers."""
     r = tl.rsqrt(x)

@@ -30,7 +30,7 @@ from .reference import (
 
 
 def _load_triton():
-    """Import the modules with the Triton kernels when a CUDA tensor comes first: a CPU may have no Triton."""
+    """Import the modules of the backend `triton` when it runs: a CPU may have no Triton, see `dispatch.Load`."""
     from . import triton_bwd, triton_fwd
 
     return triton_fwd, triton_bwd

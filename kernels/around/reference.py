@@ -19,7 +19,11 @@ ONES = 8
 
 
 class ConvNorm(NamedTuple):
-    """tokens (B,T,D) on a grid of `height` rows, weight (D,3,3), gamma and beta (D,) of the norm."""
+    """Arguments of a depth-wise 3 x 3 convolution that is added to its input, and of the LayerNorm of the sum.
+
+    tokens (B,T,D), row by row on a grid of `height` rows, which divides T; weight (D,3,3), without a bias; gamma and
+    beta (D,) and eps of the norm. Parameters are fp32 or of the tokens' dtype.
+    """
 
     tokens: Tensor
     weight: Tensor
@@ -30,7 +34,11 @@ class ConvNorm(NamedTuple):
 
 
 class ScanConvs(NamedTuple):
-    """x (B,T,2D), D for each direction; for k and for q a weight (2D,4) in scan order, and a bias (2D,)."""
+    """Arguments of the causal depth-wise convolutions, over four tokens, that make keys and queries from one input.
+
+    x (B,T,2D), the forward direction's channels first; it may be a slice of longer rows. For k and for q a weight
+    (2D,4), with the taps in the order of each direction's scan, the last for the token itself, and a bias (2D,).
+    """
 
     x: Tensor
     k_weight: Tensor
@@ -40,7 +48,10 @@ class ScanConvs(NamedTuple):
 
 
 class GatedNorm(NamedTuple):
-    """z (B,T,2,D) of both directions, gate (B,T,D), weight and bias (D,) of the norm."""
+    """Arguments of the gated LayerNorm of the sum of both directions.
+
+    z (B,T,2,D); gate (B,T,D), which may be a slice of longer rows; weight and bias (D,) and eps of the norm.
+    """
 
     z: Tensor
     gate: Tensor
@@ -50,7 +61,11 @@ class GatedNorm(NamedTuple):
 
 
 class GatedLinear(NamedTuple):
-    """x (B,T,D), weight (2F,D) and bias (2F,): first the rows of a, SiLU's input, then those of b, its factor."""
+    """Arguments of SwiGLU's input layer with its activation.
+
+    x (B,T,D), weight (2F,D) and bias (2F,): first the rows of a, SiLU's input, then those of b, its factor. The output
+    has columns of ones behind its F: the next matrix product adds its bias through the first of them.
+    """
 
     x: Tensor
     weight: Tensor

@@ -10,11 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..triton_launch import ceil_div, launch, next_power_of_2
-from ..triton_math import load_fp32, sigmoid
+from ..triton_math import load_fp32, mean, sigmoid
 from .reference import ONES, ConvNorm, GatedLinear, GatedNorm, ScanConvs
 from .triton_fwd import as_rows, gelu, lay_grid_taps, lay_taps, load_wide, normalise, rows_bucket
 
-LOOP = 16
+LOOP = 16  # blocks of tokens of a program: with more, there are fewer partial sums to add up, and fewer programs
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def find_neighbour(i: tl.constexpr, t, T, width, D: tl.constexpr):
 @triton.jit
 def norm_gradient(d, x, rstd, D: tl.constexpr):
     """Return the gradient by y from that by x, d, where x and `rstd` are those of `normalise(y)`."""
-    return rstd[:, None] * (d - (tl.sum(d, 1) / D)[:, None] - x * (tl.sum(d * x, 1) / D)[:, None])
+    return rstd[:, None] * (d - mean(d, D)[:, None] - x * mean(d * x, D)[:, None])
 
 
 @triton.jit
@@ -146,7 +146,10 @@ def scan_convs_backward_kernel(
     BLOCK: tl.constexpr,
     LOOP: tl.constexpr,
 ):
-    """Write dx from dk and dq. The rows of the partial sums: four taps of k, four of q, both biases."""
+    """Write dx from dk and dq. The rows of the partial sums: four taps of k, four of q, both biases.
+
+    A token of x has `rows` numbers, and one of dx `dx_rows`, of which 2D are used.
+    """
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     b = tl.program_id(2).to(tl.int64)
     some = c < 2 * D
@@ -201,7 +204,10 @@ def gated_norm_backward_kernel(
     ROWS: tl.constexpr,
     LOOP: tl.constexpr,
 ):
-    """Write dz and dgate. Partial sums are those of weight and bias."""
+    """Write dz and dgate. Partial sums are those of weight and bias.
+
+    `count` is B·T; a token of the gate has `rows` numbers, and one of dgate `dgate_rows`, of which D are used.
+    """
     c = tl.arange(0, WIDTH)
     weight = load_fp32(weight_ptr + c, c < D)[None, :]
     bias = load_fp32(bias_ptr + c, c < D)[None, :]
@@ -244,7 +250,10 @@ def activation_backward_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Write the gradient of h = [a, b] from that of SiLU(a) ⊙ b. The columns of ones have no gradient."""
+    """Write the gradient of h = [a, b] from that of SiLU(a) ⊙ b; `count` is B·T, HIDDEN F, PAD the columns of ones.
+
+    These columns have no gradient.
+    """
     t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = (t < count)[:, None] & (c < HIDDEN)[None, :]
@@ -264,14 +273,14 @@ def row_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
 
 
 def block_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
-    """Return the candidates for the causal convolutions."""
+    """Return the candidates for the causal convolutions, at any dtype and width; the first is the untuned default."""
     return [
         triton.Config({"TOKENS": tokens, "BLOCK": 64, "LOOP": LOOP}, num_warps=4, num_stages=1) for tokens in (16, 32)
     ]
 
 
 def activation_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
-    """Return the candidates for the activation."""
+    """Return the candidates for the activation, at any dtype and width; the first is the untuned default."""
     return [
         triton.Config({"ROWS": rows, "BLOCK": block}, num_warps=4, num_stages=1) for rows, block in ((8, 256), (4, 512))
     ]

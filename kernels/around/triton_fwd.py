@@ -12,11 +12,10 @@ from torch import Tensor
 
 from ..triton_launch import INTERPRETED as INTERPRETED  # callers find it here, as in any forward module
 from ..triton_launch import ceil_div, dtype_obstacle, launch, next_power_of_2
-from ..triton_math import load_fp32, sigmoid
+from ..triton_math import add_product, load_fp32, mean, sigmoid
 from .reference import ONES, ConvNorm, GatedLinear, GatedNorm, ScanConvs
 
 DTYPES = torch.float32, torch.float16, torch.bfloat16
-_LEAST_TOKENS = 32  # fewest tokens of a program of the causal convolutions
 
 
 @triton.jit
@@ -25,8 +24,8 @@ def normalise(y, D: tl.constexpr, inside, eps):
 
     y must be 0 in the channels beyond D: the sum for the mean goes over whole rows.
     """
-    x = tl.where(inside, y - (tl.sum(y, 1) / D)[:, None], 0.0)
-    rstd = tl.rsqrt(tl.sum(x * x, 1) / D + eps)
+    x = tl.where(inside, y - mean(y, D)[:, None], 0.0)
+    rstd = tl.rsqrt(mean(x * x, D) + eps)
     # a row beyond the last token has no variance: without eps, its 1/σ is infinite
     return tl.where(inside, x * rstd[:, None], 0.0), rstd
 
@@ -50,7 +49,10 @@ def load_wide(weight_ptr, like, D: tl.constexpr):
 
 @triton.jit
 def load_column(tokens_ptr, middle, x, width, above, here, below, D: tl.constexpr):
-    """Load column x of the grid in three rows: one above the row that begins at `middle`, that row, and one below."""
+    """Load column x of the grid in three rows: one above the row that begins at `middle`, that row, and one below.
+
+    Zeros stand for pixels beyond the grid; `above`, `here` and `below` tell which of the rows it has.
+    """
     some = (x >= 0) & (x < width)
     row = width.to(tl.int64) * D
     at = tokens_ptr + middle + tl.cast(x, tl.int64) * D
@@ -245,9 +247,8 @@ def gated_linear_kernel(
         d = start + tl.arange(0, DEPTH)
         x = tl.load(x_ptr + t[:, None] * D + d[None, :], mask=(t < count)[:, None] & (d < D)[None, :], other=0.0)
         tile, some = weight_ptr + c[None, :] * D + d[:, None], (c < HIDDEN)[None, :] & (d < D)[:, None]
-        # ieee: fp32 operands are not rounded to TF32
-        a = tl.dot(x, tl.load(tile, mask=some, other=0.0), acc=a, input_precision="ieee")
-        b = tl.dot(x, tl.load(tile + HIDDEN * D, mask=some, other=0.0), acc=b, input_precision="ieee")
+        a = add_product(a, x, tl.load(tile, mask=some, other=0.0))
+        b = add_product(b, x, tl.load(tile + HIDDEN * D, mask=some, other=0.0))
     y = a * b * sigmoid(a)
     written = (t < count)[:, None] & (c < HIDDEN)[None, :]
     tl.store(out_ptr + t[:, None] * (HIDDEN + PAD) + c[None, :], y, mask=written)
@@ -269,14 +270,11 @@ def row_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
 
 def block_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
     """Return the candidates for the causal convolutions, at any dtype and width; the first is the untuned default."""
-    return [
-        triton.Config({"TOKENS": tokens, "BLOCK": 64}, num_warps=4, num_stages=1)
-        for tokens in (_LEAST_TOKENS, 2 * _LEAST_TOKENS)
-    ]
+    return [triton.Config({"TOKENS": tokens, "BLOCK": 64}, num_warps=4, num_stages=1) for tokens in (32, 64)]
 
 
 def product_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
-    """Return the candidates for the product with its activation."""
+    """Return the candidates for the product with its activation, the untuned default first; tiles of fp32 are smaller."""
     if dtype == torch.float32:
         return [
             triton.Config({"TOKENS": 64, "BLOCK": 32, "DEPTH": depth}, num_warps=4, num_stages=2) for depth in (16, 32)
@@ -323,16 +321,14 @@ def grid_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
 def lay_taps(x: ScanConvs) -> Tensor:
     """Return both weights as (2,4,2D), k's and then q's, without a copy where they already lie like that in memory.
 
-    Neighbouring channels of a tap are neighbours in memory, and are loaded together.
+    They do in a frozen model, see `arrange_taps` of `repro.models.fused_launches`. Neighbouring channels of a tap are
+    neighbours in memory, and are loaded together.
     """
     k, q = x.k_weight.T, x.q_weight.T
-    if k.is_contiguous() and q.is_contiguous() and q.data_ptr() == k.data_ptr() + k.nbytes and _share_memory(k, q):
+    one_storage = k.untyped_storage().data_ptr() == q.untyped_storage().data_ptr()
+    if k.is_contiguous() and q.is_contiguous() and q.data_ptr() == k.data_ptr() + k.nbytes and one_storage:
         return k.as_strided((2, *k.shape), (k.numel(), *k.stride()))
     return torch.stack([k, q])
-
-
-def _share_memory(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def lay_grid_taps(x: ConvNorm) -> Tensor:

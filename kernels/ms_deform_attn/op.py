@@ -15,6 +15,7 @@ from .reference import Arguments, ms_deform_attn_formula
 
 
 def _load_triton():
+    """Import the modules of the backend `triton` when it runs: a CPU may have no Triton, see `dispatch.Load`."""
     from . import triton_bwd, triton_fwd
 
     return triton_fwd, triton_bwd

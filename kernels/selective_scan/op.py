@@ -15,12 +15,14 @@ from .reference import Arguments, selective_scan_recurrence
 
 
 def _load_triton():
+    """Import the modules of the backend `triton` when it runs: a CPU may have no Triton, see `dispatch.Load`."""
     from . import triton_bwd, triton_fwd
 
     return triton_fwd, triton_bwd
 
 
 def _load_loops():
+    """Import the module of the backend `numba` when it runs; it has both passes, see `dispatch.Load`."""
     from . import numba_path
 
     return numba_path, numba_path

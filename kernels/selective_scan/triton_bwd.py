@@ -32,7 +32,7 @@ from ..triton_math import LOG2E, load_fp32, sigmoid
 from .reference import Arguments
 from .triton_fwd import configs, place, programs, shared_arguments, softplus
 
-SPAN_OF_ONE_STATE = 8  # tokens of a span where N is 1, see `span`
+_SPAN_OF_ONE_STATE = 8  # tokens of a span where N is 1, see `span`
 
 
 @triton.jit
@@ -229,7 +229,7 @@ def span(state_dim: int) -> int:
     """
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
         return 1
-    return max(1, 32 // state_dim) if state_dim > 1 else SPAN_OF_ONE_STATE
+    return max(1, 32 // state_dim) if state_dim > 1 else _SPAN_OF_ONE_STATE
 
 
 def backward(

@@ -29,19 +29,15 @@ from ..triton_launch import ceil_div, direction_bits, dtype_obstacle, launch
 from ..triton_math import LOG2E, invert, load_fp32, sigmoid
 from .reference import Arguments
 
-STATE_DIMS = 1, 8, 16, 32  # each has an entry in AHEAD_OF_ENDS, which is read for long sequences of few images alone
+STATE_DIMS = 1, 8, 16, 32  # each has an entry in _AHEAD_OF_ENDS, which is read for long sequences of few images alone
 DTYPES = torch.float32, torch.float16, torch.bfloat16
 BLOCK = 32  # channels of a program
 # tokens from one kept state to the next: N / 64 of the memory of an fp32 activation. It is a multiple of `ahead` and of
 # the backward pass's `span`: the kernels go through a group in steps of these
 GROUP = 64
-AHEAD_OF_ONE_STATE = 8  # tokens that are loaded at once where N is 1, see `ahead`
-AHEAD_OF_ENDS = {
-    1: 8,
-    8: 4,
-    16: 4,
-    32: 2,
-}  # the same, by N, with ENDS, where only the state at the end is computed; more tokens would spill registers
+# tokens that are loaded at once, see `ahead`: where N is 1; and by N with ENDS, where only the state at the end is
+# computed; more tokens would spill registers
+_AHEAD_OF_ONE_STATE, _AHEAD_OF_ENDS = 8, {1: 8, 8: 4, 16: 4, 32: 2}
 SEGMENT = 256  # tokens, a multiple of GROUP and of what is loaded at once
 FEW = 512  # programs, one for each scheduler of a large GPU; with more, a second one runs while the first one waits
 AT_ONCE = 8  # segments whose states are loaded at once
@@ -248,7 +244,7 @@ def states_shape(shape: Sequence[int], state_dim: int, keep_states: bool) -> tup
 
 def ahead(state_dim: int, ends: bool = False) -> int:
     """Return how many tokens the forward kernel loads at once; `ends` is its ENDS."""
-    return AHEAD_OF_ENDS[state_dim] if ends else AHEAD_OF_ONE_STATE if state_dim == 1 else 1
+    return _AHEAD_OF_ENDS[state_dim] if ends else _AHEAD_OF_ONE_STATE if state_dim == 1 else 1
 
 
 def constants(state_dim: int, gate: bool, shared: int) -> dict[str, int]:

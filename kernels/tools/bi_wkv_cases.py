@@ -53,7 +53,7 @@ def make(sizes: Sizes, random: Random) -> list[Tensor]:
 
 
 def list_sizes(*lengths: int) -> list[Sizes]:
-    """Return the sizes of two images for each number of tokens, with channels of less than a block and of more."""
+    """Return the sizes of two images for each number of tokens, with fewer channels than a program has, and with more."""
     return [Sizes(batch=2, tokens=tokens, channels=channels) for tokens in lengths for channels in (5, 35)]
 
 

@@ -68,7 +68,7 @@ def special(what: str, *sizes: Sizes, on_gpu_alone: bool = False) -> list[Case]:
 
 
 def long(*sizes: Sizes) -> list[Case]:
-    """Return rows of many tokens, which take too long without a GPU, and on it in fp16 add nothing to the others."""
+    """Return rows of many tokens, which would take too long without a GPU."""
     return [Case("long, gradients finite", each, dtypes=("fp32", "bf16"), on_gpu_alone=True) for each in sizes]
 
 
@@ -76,6 +76,7 @@ class Random:
     """A stream of random numbers, on a device and in a dtype."""
 
     def __init__(self, seed: int, device: Any = "cpu", dtype: torch.dtype = torch.float64):
+        """Start the stream of `seed`; streams of two devices or dtypes have different numbers."""
         self.how = {"generator": torch.Generator(device).manual_seed(seed), "device": device, "dtype": dtype}
 
     def normal(self, *shape: int, scale: float = 1.0, mean: float = 0.0) -> Tensor:

@@ -96,7 +96,7 @@ def list_sizes(*lengths: int, **more: Any) -> list[Sizes]:
 
 
 one = functools.partial(list_sizes, batch=1)
-# SHORT also run in the interpreter; the others have several tokens at once, groups and segments that are not full
+# tokens of ragged rows: SHORT also run under the interpreter, OTHERS and all of VMamba's on a GPU alone
 SHORT, OTHERS = (1, 2, 5), (3, 63, 64, 65, 196, 197, 784)
 TYPICAL = Sizes(batch=2, tokens=197, channels=48)
 CASES = cases.Cases(

@@ -18,12 +18,14 @@ _MIN_HEAD_DIM = 4  # a LayerNorm of two values gives ±1, whose sign rounding ca
 
 
 def _load_triton():
+    """Import the modules of the backend `triton` when it runs: a CPU may have no Triton, see `dispatch.Load`."""
     from . import triton_bwd, triton_phases
 
     return triton_phases, triton_bwd
 
 
 def _load_loops():
+    """Import the module of the backend `numba` when it runs; it has both passes, see `dispatch.Load`."""
     from . import numba_path
 
     return numba_path, numba_path

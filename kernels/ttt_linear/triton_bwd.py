@@ -35,8 +35,9 @@ from torch import Tensor
 
 from ..dispatch import find_gpu
 from ..triton_launch import launch
+from ..triton_math import add_product, mean, product
 from .reference import Arguments
-from .triton_fwd import alive, is_large, load_rows, place, shared_arguments, start_state
+from .triton_fwd import alive, is_large, load_rows, place, shared_arguments, start_state, store_state
 
 # the loops of a launch: both, group by group; the first alone, with a program for each group; the second alone
 BOTH, REPLAY, BACK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -150,10 +151,10 @@ def backward_kernel(
                 S = ST.to(dt)
                 tl.store(S_ptr + (slot * (D * D) + d[:, None] * D + d[None, :]), S)
                 beta = beta0 + minus_c_last * G_sum
-                z = tl.dot(S, tl.trans(k), acc=beta, input_precision="ieee")
-                o = tl.dot(S, tl.trans(q), acc=beta, input_precision="ieee")
+                z = add_product(beta, S, tl.trans(k))
+                o = add_product(beta, S, tl.trans(q))
                 c = tl.load(scale_ptr + r * CHUNK + n, mask=n < CHUNK, other=0.0)
-                QK = tl.where(n[:, None] <= n[None, :], tl.dot(k, tl.trans(q), input_precision="ieee") + 1.0, 0.0)
+                QK = tl.where(n[:, None] <= n[None, :], product(k, tl.trans(q)) + 1.0, 0.0)
                 A = (-c[None, :] * QK).to(dt)
                 square = squares_ptr + (slot * (2 * BLOCK * BLOCK) + n[:, None] * BLOCK + n[None, :])
                 tl.store(square, A)
@@ -163,11 +164,11 @@ def backward_kernel(
                 mu = tl.load(mu_ptr + param * D + d)[None, :]
                 e = gamma * (mu + (k.to(tl.float32) - v.to(tl.float32)))
                 k_step = (minus_c_last * k.to(tl.float32)).to(dt)
-                rstd = tl.rsqrt(tl.sum(z * z, 1) / D + eps)
+                rstd = tl.rsqrt(mean(z * z, D) + eps)
                 x = z * rstd[:, None]
                 g = gamma * gamma * x + e
-                m_gx = tl.sum(g * x, 1) / D
-                m_g = tl.sum(g, 1) / D - tl.sum(x, 1) / D * m_gx
+                m_gx = mean(g * x, D)
+                m_g = mean(g, D) - mean(x, D) * m_gx
                 vectors = vectors_ptr + slot * (2 * BLOCK)
                 tl.store(vectors + n, rstd)
                 tl.store(vectors + BLOCK + n, m_gx)
@@ -178,29 +179,29 @@ def backward_kernel(
                 G = (lr[:, None] * G).to(dt)
                 tl.store(tiles + 2 * BLOCK * D, G)
                 GT = tl.trans(G)
-                o = tl.dot(GT, A, acc=o, input_precision="ieee")
-                ST = tl.dot(GT, k_step, acc=ST, input_precision="ieee")
-                G_sum = tl.dot(GT, ones, acc=G_sum, input_precision="ieee")
+                o = add_product(o, GT, A)
+                ST = add_product(ST, GT, k_step)
+                G_sum = add_product(G_sum, GT, ones)
 
                 anchor = tl.load(q_ptr + at + tile, mask=inside[:, None], other=0.0, eviction_policy="evict_first")
                 o = tl.where(alive(anchor), tl.trans(o), 0.0)
                 dy = dy.to(tl.float32)
                 do = gamma * dy
-                o_rstd = tl.rsqrt(tl.sum(o * o, 1) / D + eps)
-                m_do = tl.sum(do, 1) / D
-                m_doo = tl.sum(do * o, 1) / D
+                o_rstd = tl.rsqrt(mean(o * o, D) + eps)
+                m_do = mean(do, D)
+                m_doo = mean(do * o, D)
                 dgamma += dy * (o * o_rstd[:, None])
                 dmu += dy
                 do = do * o_rstd[:, None] - (o * (m_doo * o_rstd * o_rstd * o_rstd)[:, None] + (m_do * o_rstd)[:, None])
                 dod = do.to(dt)
                 tl.store(tiles + 3 * BLOCK * D, dod)
 
-                dA = tl.dot(G, tl.trans(dod), input_precision="ieee")
+                dA = product(G, tl.trans(dod))
                 dQK = tl.where(n[:, None] <= n[None, :], dA * -c[None, :], 0.0).to(dt)
                 tl.store(square + BLOCK * BLOCK, dQK)
                 dc_here += dA * QK
-                dq = tl.dot(tl.trans(S), tl.trans(dod), input_precision="ieee")
-                dq = tl.dot(tl.trans(k), dQK, acc=dq, input_precision="ieee")
+                dq = product(tl.trans(S), tl.trans(dod))
+                dq = add_product(dq, tl.trans(k), dQK)
                 tl.store(dq_ptr + at + tile, tl.trans(dq) + dy, mask=inside[:, None])
 
             dc -= tl.sum(dc_here, 0)
@@ -238,11 +239,11 @@ def backward_kernel(
 
                 # the gradient h of lr G, and from there through the inner gradient to Z
                 dS = dST.to(dt)
-                w = tl.dot(dS, tl.trans(k), acc=dbeta, input_precision="ieee")
+                w = add_product(dbeta, dS, tl.trans(k))
                 dc_last += w * tl.trans(Gd).to(tl.float32)
-                h = tl.dot(tl.trans(do), tl.trans(A), acc=w * minus_c_last, input_precision="ieee")
-                dST = tl.dot(tl.trans(do), q, acc=dST, input_precision="ieee")
-                dbeta = tl.dot(tl.trans(do), ones, acc=dbeta, input_precision="ieee")
+                h = add_product(w * minus_c_last, tl.trans(do), tl.trans(A))
+                dST = add_product(dST, tl.trans(do), q)
+                dbeta = add_product(dbeta, tl.trans(do), ones)
                 anchor = tl.load(k_ptr + at + tile, mask=inside[:, None], other=0.0, eviction_policy="evict_first")
                 h = tl.where(alive(anchor), tl.trans(h), 0.0)
                 hG = tl.sum(h * G, 1)
@@ -250,12 +251,12 @@ def backward_kernel(
                 tl.store(dlr_ptr + chunk * (step * CHUNK * R * H) + step * R * H * n, hG, mask=inside)
                 gamma = tl.load(gamma_ptr + param * D + d)[None, :]
                 mu = tl.load(mu_ptr + param * D + d)[None, :]
-                m_h = tl.sum(h, 1) / D
+                m_h = mean(h, D)
                 dg = (h - m_h[:, None]) * (lr * rstd)[:, None] - x * (m_ux * rstd)[:, None]
                 dtarget = gamma * dg
                 y = gamma * dtarget
-                m_y = tl.sum(y, 1) / D
-                m_x = tl.sum(y * x, 1) / D + hG * lr / D
+                m_y = mean(y, D)
+                m_x = mean(y * x, D) + hG * lr / D
                 dz = (y - m_gx[:, None] * dg - (m_ux[:, None] * G + (m_x[:, None] * x + m_y[:, None]))) * rstd[:, None]
                 dzd = dz.to(dt)
                 dgamma += dg * (2 * gamma * x + (mu + (k.to(tl.float32) - v.to(tl.float32))))
@@ -263,15 +264,14 @@ def backward_kernel(
                 tl.store(dv_ptr + at + tile, -dtarget, mask=inside[:, None])
 
                 # the keys, and the state before the chunk
-                dk = tl.dot(tl.trans(dS), tl.trans(Gd), input_precision="ieee") * minus_c_last
-                dk = tl.dot(tl.trans(S), tl.trans(dzd), acc=dk, input_precision="ieee")
-                dk = tl.dot(tl.trans(q), tl.trans(dQK), acc=dk, input_precision="ieee")
-                dST = tl.dot(tl.trans(dzd), k, acc=dST, input_precision="ieee")
-                dbeta = tl.dot(tl.trans(dzd), ones, acc=dbeta, input_precision="ieee")
+                dk = product(tl.trans(dS), tl.trans(Gd)) * minus_c_last
+                dk = add_product(dk, tl.trans(S), tl.trans(dzd))
+                dk = add_product(dk, tl.trans(q), tl.trans(dQK))
+                dST = add_product(dST, tl.trans(dzd), k)
+                dbeta = add_product(dbeta, tl.trans(dzd), ones)
                 tl.store(dk_ptr + at + tile, tl.trans(dk) + dtarget, mask=inside[:, None])
             # between groups the gradient of the state is kept in its outputs, which leaves the registers to loop 1
-            tl.store(dW0_ptr + d[None, :] * D + d[:, None], dST)
-            tl.store(db0_ptr + d[:, None] + 0 * n[None, :], dbeta, mask=(n == 0)[None, :])
+            store_state(dW0_ptr, db0_ptr, dST, dbeta, D)
             dc -= tl.where(n == CHUNK - 1, tl.sum(tl.sum(dc_last, 0), 0), 0.0)
         if PASS != REPLAY:
             # other threads read this one's part of the state's gradient; the next group overwrites the scratch memory

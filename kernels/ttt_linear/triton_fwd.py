@@ -32,6 +32,7 @@ from torch import Tensor
 
 from ..triton_launch import INTERPRETED as INTERPRETED  # callers find it here, as in any forward module
 from ..triton_launch import direction_bits, dtype_obstacle, launch
+from ..triton_math import add_product, mean, product
 from .reference import Arguments
 
 CHUNK_SIZES = 4, 8, 16, 32, 64
@@ -68,6 +69,17 @@ def start_state(W_ptr, b_ptr, D: tl.constexpr):
     ST = tl.trans(tl.load(W_ptr + d[:, None] * D + d[None, :]))
     beta = tl.load(b_ptr + d)
     return ST - tl.sum(ST, 0)[None, :] / D, beta - tl.sum(beta, 0) / D
+
+
+@triton.jit
+def store_state(W_ptr, b_ptr, ST, beta, D: tl.constexpr):
+    """Store a state for `start_state`, from ST (D,D) and the accumulator β (D,n).
+
+    The columns of β are equal: the first is stored, without a change of layout.
+    """
+    d, n = tl.arange(0, D), tl.arange(0, beta.shape[1])
+    tl.store(W_ptr + d[None, :] * D + d[:, None], ST)
+    tl.store(b_ptr + d[:, None] + 0 * n[None, :], beta, mask=(n == 0)[None, :])
 
 
 @triton.jit
@@ -145,9 +157,7 @@ def forward_kernel(
         beta = beta0 + minus_c_last * G_sum
         if KEEP:
             if (i > 0) & (i % GROUP == 0):
-                tl.store(states_ptr + d[None, :] * D + d[:, None], ST)
-                # the columns of β are equal: the first is stored, without a change of layout
-                tl.store(states_ptr + D * D + d[:, None] + 0 * n[None, :], beta, mask=(n == 0)[None, :])
+                store_state(states_ptr, states_ptr + D * D, ST, beta, D)
                 states_ptr += (D + 1) * D
         ahead = n < tl.minimum(CHUNK, T - i * CHUNK - CHUNK)
         at = tl.cast(i, tl.int64) * (step * CHUNK * R * H * D)
@@ -157,29 +167,28 @@ def forward_kernel(
         lr_ahead = tl.load(lr_ptr + (i + 1) * (step * CHUNK * H) + step * H * n, mask=ahead, other=0.0)
 
         S = ST.to(dt)
-        # ieee: fp32 operands are not rounded to TF32
-        z = tl.dot(S, tl.trans(k), acc=beta, input_precision="ieee")
-        o = tl.dot(S, tl.trans(q), acc=beta, input_precision="ieee")
-        A = (minus_c * tl.dot(k, tl.trans(q), input_precision="ieee") + minus_c).to(dt)
+        z = add_product(beta, S, tl.trans(k))
+        o = add_product(beta, S, tl.trans(q))
+        A = (minus_c * product(k, tl.trans(q)) + minus_c).to(dt)
         z = tl.where(alive(v), tl.trans(z), 0.0)
         e = gamma * (mu + (k.to(tl.float32) - v.to(tl.float32)))
-        rstd = tl.rsqrt(tl.sum(z * z, 1) / D + eps)
+        rstd = tl.rsqrt(mean(z * z, D) + eps)
         # x = z·rstd is never formed: m_gz is mean(g ⊙ x)·rstd, and m_g is mean(g) − mean(x) mean(g ⊙ x)
         g = gamma2 * z * rstd[:, None] + e
-        m_gz = tl.sum(g * z, 1) / D * rstd * rstd
-        m_g = tl.sum(g, 1) / D - tl.sum(z, 1) / D * m_gz
+        m_gz = mean(g * z, D) * rstd * rstd
+        m_g = mean(g, D) - mean(z, D) * m_gz
         scale = lr * rstd
         G = g * scale[:, None] - (z * (m_gz * scale)[:, None] + (m_g * scale)[:, None])
         G = tl.trans(G.to(dt))
         k_step = (minus_c_last * k.to(tl.float32)).to(dt)
-        o = tl.dot(G, A, acc=o, input_precision="ieee")
+        o = add_product(o, G, A)
         v_at = tl.cast(i + 1, tl.int64) * (step * CHUNK * v_rows * D)
         v_ahead = load_rows(v_ptr + v_at + v_tile, ahead)
-        ST = tl.dot(G, k_step, acc=ST, input_precision="ieee")
-        G_sum = tl.dot(G, ones, acc=G_sum, input_precision="ieee")
+        ST = add_product(ST, G, k_step)
+        G_sum = add_product(G_sum, G, ones)
 
         o = tl.where(alive(v_ahead), tl.trans(o), 0.0)
-        o_rstd = tl.rsqrt(tl.sum(o * o, 1) / D + eps)
+        o_rstd = tl.rsqrt(mean(o * o, D) + eps)
         y = gamma * o * o_rstd[:, None] + (mu + q.to(tl.float32))
         tl.store(out_ptr + at + tile, y, mask=(n < tl.minimum(CHUNK, T - i * CHUNK))[:, None])
         k, v, q, lr = k_ahead, v_ahead, q_ahead, lr_ahead

@@ -27,10 +27,11 @@ from torch import Tensor
 
 from ..dispatch import find_gpu
 from ..triton_launch import launch
+from ..triton_math import add_product, mean, product
 from . import triton_fwd
 from .reference import Arguments
 from .triton_fwd import INTERPRETED as INTERPRETED  # callers find it here, as in any forward module
-from .triton_fwd import alive, load_rows, place, shared_arguments, start_state, states_shape, token_rows
+from .triton_fwd import alive, load_rows, place, shared_arguments, start_state, states_shape, store_state, token_rows
 from .triton_fwd import unsupported as unsupported
 
 CHUNK_SIZE, WIDEST, ROWS = 16, 64, 64
@@ -104,12 +105,12 @@ def state_kernel(
             k = load_rows(k_ptr + at * (R * H * D) + tile, inside)
             lr = tl.load(lr_ptr + at * H + step * H * n, mask=inside, other=0.0)
             v = load_rows(v_ptr + at * (v_rows * D) + v_tile, inside)
-            z = tl.dot(S, tl.trans(k), acc=beta, input_precision="ieee")
+            z = add_product(beta, S, tl.trans(k))
             z = tl.where(alive(v), tl.trans(z), 0.0)
             e = gamma * (mu + (k.to(tl.float32) - v.to(tl.float32)))
             y = gamma * gamma * z
-            zz, yz, ez = tl.sum(z * z, 1) / D, tl.sum(y * z, 1) / D, tl.sum(e * z, 1) / D
-            m_y, m_e, m_z = tl.sum(y, 1) / D, tl.sum(e, 1) / D, tl.sum(z, 1) / D
+            zz, yz, ez = mean(z * z, D), mean(y * z, D), mean(e * z, D)
+            m_y, m_e, m_z = mean(y, D), mean(e, D), mean(z, D)
             rstd = tl.rsqrt(zz + eps)
             m_gz = (yz * rstd + ez) * (rstd * rstd)
             m_g = m_y * rstd + m_e - m_z * m_gz
@@ -117,12 +118,11 @@ def state_kernel(
             G = (y * rstd[:, None] + e) * rate[:, None] - (z * (m_gz * rate)[:, None] + (m_g * rate)[:, None])
             tl.store(G_ptr + at * (R * H * D) + tile, G, mask=inside[:, None])
             GT = tl.trans((minus_c_last * G).to(dt))
-            ST = tl.dot(GT, k, acc=ST, input_precision="ieee")
-            beta = tl.dot(GT, ones, acc=beta, input_precision="ieee")
+            ST = add_product(ST, GT, k)
+            beta = add_product(beta, GT, ones)
         if KEEP:
             if group < groups - 1:
-                tl.store(states_ptr + d[None, :] * D + d[:, None], ST)
-                tl.store(states_ptr + D * D + d[:, None] + 0 * n[None, :], beta, mask=(n == 0)[None, :])
+                store_state(states_ptr, states_ptr + D * D, ST, beta, D)
                 states_ptr += (D + 1) * D
 
 
@@ -166,11 +166,11 @@ def output_kernel(
     c_last = tl.load(scale_ptr + r * CHUNK + CHUNK - 1)
     # the position in the block gives that in the chunk: ROWS is a multiple of CHUNK
     weight = tl.where((t // CHUNK)[:, None] == (t // CHUNK)[None, :], c[:, None], c_last)
-    A = weight * (tl.dot(q, tl.trans(k), input_precision="ieee") + 1.0)
+    A = weight * (product(q, tl.trans(k)) + 1.0)
     A = tl.where(t[:, None] >= t[None, :], -A, 0.0).to(dt)
-    o = tl.dot(q, tl.trans(ST), input_precision="ieee") + beta[None, :]
-    o = tl.dot(A, G, acc=o, input_precision="ieee")
-    rstd = tl.rsqrt(tl.sum(o * o, 1) / D + eps)
+    o = product(q, tl.trans(ST)) + beta[None, :]
+    o = add_product(o, A, G)
+    rstd = tl.rsqrt(mean(o * o, D) + eps)
     gamma = tl.load(gamma_ptr + param * D + d)[None, :]
     mu = tl.load(mu_ptr + param * D + d)[None, :]
     y = gamma * o * rstd[:, None] + (mu + q.to(tl.float32))
