@@ -31,7 +31,11 @@ def load_tokens(
     ADJOINT: tl.constexpr,
     WHOLE: tl.constexpr = 0,
 ):
-    """Load a block's tokens as exponents and two values: k, v and 1; or for adjoint tokens −L, g and g·out."""
+    """Load a block's tokens as exponents and two values: k, v and 1; or with ADJOINT −L, g and g·out.
+
+    Then `k_ptr` and `v_ptr` are those of L and g; else `out_ptr` is not read. `one`: rows of ones. `left`, `there` and
+    WHOLE: see `load_rows`.
+    """
     rows = load_rows(k_ptr, left, there, C, BLOCK, WHOLE)
     x = load_rows(v_ptr, left, there, C, BLOCK, WHOLE)
     if ADJOINT:
@@ -45,7 +49,10 @@ def load_tokens(
 
 @triton.jit
 def step(w, m, a, b, exponent, x, y):
-    """Return the state (m, a, b) after one more token, 2^exponent (x, y)."""
+    """Return the state one token farther on, from (m, a, b), w and the token 2^exponent (x, y).
+
+    A state stands for the sums 2^m a and 2^m b, see `triton_fwd`.
+    """
     before = m - w
     # one of the two powers is always 1: a single exp2 serves both
     apart = tl.exp2(-tl.abs(before - exponent))
@@ -76,7 +83,7 @@ def add_block(w, m, a, b, exponents, xs, ys):
 
 @triton.jit
 def load_rows(pointer, left, there, C: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr = 0):
-    """Load a tuple of BLOCK tokens in fp32, with zeros from the `left`-th on.
+    """Load a tuple of BLOCK tokens in fp32, with zeros from the `left`-th on, in the channels that are `there`.
 
     WHOLE: 1 where all tokens exist, 2 where all channels do as well. Without a mask for each row, all loads are under
     way at once: there are few registers for masks, and a load waits for one until an earlier load has come back.
@@ -232,7 +239,7 @@ def sum_rows(w, offset, exponents, xs, ys):
 def go_back(
     w, m, a, b, k_ptr, v_ptr, behind_ptr, i, T, there, one, C: tl.constexpr, BLOCK_T: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """Write the state behind block i, and return the one in front of it."""
+    """Write the state (m, a, b) behind block i to scratch memory, and return the one in front of it."""
     at, left = i * (BLOCK_T * C), T - i * BLOCK_T
     k = load_rows(k_ptr + at, left, there, C, BLOCK_T, WHOLE)
     v = load_rows(v_ptr + at, left, there, C, BLOCK_T, WHOLE)

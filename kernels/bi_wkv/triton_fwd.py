@@ -253,9 +253,9 @@ def shared_arguments(x: Arguments) -> dict[str, object]:
 
 
 def launch_segments(
-    kernel, arguments: dict[str, object], states: int, x: Arguments, config: triton.Config | None, segments: int = 1
+    kernel, arguments: dict[str, object], states: int, x: Arguments, config: triton.Config | None, segments: int
 ) -> None:
-    """Launch either kernel, with scratch memory for `states` numbers of each block and channel of a sequence.
+    """Launch the forward or backward kernel, with scratch memory for `states` numbers of each block and channel.
 
     While it is not known which config will run, the blocks are those of the config with the most of them.
     """

@@ -19,8 +19,9 @@ from ..triton_math import load_fp32
 from .reference import Arguments
 
 DTYPES = torch.float32, torch.float16, torch.bfloat16
-MAX_LEVELS = 4
+MAX_LEVELS = 4  # the kernels have arguments for the sides of as many
 MAX_HEAD_DIM = 256
+# the kernels' arguments h0, w0, h1, …; they are not compiled in, so that a new size of images compiles nothing
 SIZE_NAMES = [f"{side}{level}" for level in range(MAX_LEVELS) for side in "hw"]
 
 
@@ -144,7 +145,7 @@ def shared_arguments(x: Arguments) -> dict[str, object]:
 
 
 def run_by_rows(kernel, arguments: dict[str, object], config: triton.Config | None) -> None:
-    """Launch one of the kernels by rows."""
+    """Launch one of the kernels by rows, with the arguments of `shared_arguments` and its own."""
 
     def grid(meta: dict[str, int]) -> tuple[int]:
         return (ceil_div(arguments["rows"], meta["ROWS"]),)

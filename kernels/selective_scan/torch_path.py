@@ -30,6 +30,9 @@ _STEP_ELEMENTS = 32768
 _TILE_ELEMENTS = 786432
 _MIN_TOKENS, _MAX_TOKENS = 8, 128
 
+# a tile: its images, its tokens in the order of a route that scans forward, and the direction of each route
+_Place = tuple[slice, slice, Sequence[bool]]
+
 
 def states_shape(shape: Sequence[int], state_dim: int, keep_states: bool) -> tuple[int, int, int, int, int]:
     """Return the shape of `forward`'s states for delta (B,T,R,E), one per tile except the first.
@@ -51,10 +54,11 @@ def forward(x: Arguments, keep_states: bool) -> tuple[Tensor, Tensor]:
         for number, tokens in enumerate(tiles):
             if keep_states and number:
                 states[number - 1, images] = start
-            tile = _load(x, images, tokens)
+            here = images, tokens, x.reverse
+            tile = _load(x, here)
             _, _, h = _scan(tile, start)
             y = _read_out(tile, h)
-            _put(out, images, tokens, x.reverse, y if x.z is None else y * F.silu(tile.z))
+            _put(out, here, y if x.z is None else y * F.silu(tile.z))
             start = h[:, -1].clone()
     return out, states
 
@@ -73,16 +77,17 @@ def backward(dout: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor | None,
     for images, tiles in _tiles(x):
         carry = states.new_zeros(())
         for number, tokens in reversed(list(enumerate(tiles))):
-            tile = _load(x, images, tokens)
+            here = images, tokens, x.reverse
+            tile = _load(x, here)
             start = states[number - 1, images] if number else states.new_zeros(())
             step, a, h = _scan(tile, start)
-            dy = _take(dout, images, tokens, x.reverse, dtype)
+            dy = _take(dout, here, dtype)
             if x.z is not None:
                 gate = tile.z.sigmoid()
                 silu = tile.z * gate
-                _put(dz, images, tokens, x.reverse, _read_out(tile, h) * dy * (gate + silu - silu * gate))
+                _put(dz, here, _read_out(tile, h) * dy * (gate + silu - silu * gate))
                 dy = dy * silu
-            _put(dC, images, tokens, x.reverse, _over_channels(h, dy))
+            _put(dC, here, _over_channels(h, dy))
             g = dy.unsqueeze(-2) * tile.C.unsqueeze(-1)
             g[:, -1] += carry
             a_rows, g_rows = a.unbind(1), g.unbind(1)
@@ -90,14 +95,14 @@ def backward(dout: Tensor, states: Tensor, x: Arguments) -> tuple[Tensor | None,
                 g_rows[t].addcmul_(a_rows[t + 1], g_rows[t + 1])
             carry = a[:, 0] * g[:, 0]
             dinput = _over_states(tile.B, g)
-            _put(dB, images, tokens, x.reverse, _over_channels(g, step * tile.u))
+            _put(dB, here, _over_channels(g, step * tile.u))
             # a is overwritten here, and g by `out=g` below: everything that reads them comes before
             p = a.mul_(g)
             p[:, 0] *= start
             p[:, 1:] *= h[:, :-1]
             dstep = torch.mul(p, tile.A, out=g).sum(-2).addcmul_(dinput, tile.u).mul_(tile.delta.sigmoid())
-            _put(ddelta, images, tokens, x.reverse, dstep)
-            _put(du, images, tokens, x.reverse, (dinput * step).addcmul_(dy, tile.D))
+            _put(ddelta, here, dstep)
+            _put(du, here, (dinput * step).addcmul_(dy, tile.D))
             dbias += dstep.sum((0, 1))
             dA += p.mul_(step.unsqueeze(-2)).sum((0, 1))
             dD += (tile.u * dy).sum((0, 1))
@@ -128,24 +133,26 @@ def _tiles(x: Arguments) -> Iterator[tuple[slice, list[slice]]]:
         yield slice(first, first + images), tiles
 
 
-def _load(x: Arguments, images: slice, tokens: slice) -> Arguments:
+def _load(x: Arguments, here: _Place) -> Arguments:
     """Return the arguments of a tile in the compute dtype, with the bias added to delta, and A as (R,N,E)."""
     dtype = compute_dtype(x.u.dtype)
     A, D, bias = (each.to(dtype) for each in (x.A.mT.contiguous(), x.D, x.delta_bias))
-    u, delta, B, C = (_take(each, images, tokens, x.reverse, dtype) for each in (x.u, x.delta, x.B, x.C))
-    z = None if x.z is None else _take(x.z.unsqueeze(2), images, tokens, x.reverse, dtype)
+    u, delta, B, C = (_take(each, here, dtype) for each in (x.u, x.delta, x.B, x.C))
+    z = None if x.z is None else _take(x.z.unsqueeze(2), here, dtype)
     return x._replace(u=u, delta=delta + bias, A=A, B=B, C=C, D=D, z=z)
 
 
-def _take(x: Tensor, images: slice, tokens: slice, reverse: Sequence[bool], dtype: torch.dtype) -> Tensor:
+def _take(x: Tensor, here: _Place, dtype: torch.dtype) -> Tensor:
     """Return a tile of x (B,T,K,·) for all routes, (b,L,R,·) in scan order; route r has the sequence r mod K."""
+    images, tokens, reverse = here
     K, back = x.shape[2], _mirrored(tokens, x.shape[1])
     routes = [x[images, back, r % K].flip(1) if flag else x[images, tokens, r % K] for r, flag in enumerate(reverse)]
     return torch.stack(routes, 2).to(dtype)
 
 
-def _put(target: Tensor, images: slice, tokens: slice, reverse: Sequence[bool], tile: Tensor) -> None:
+def _put(target: Tensor, here: _Place, tile: Tensor) -> None:
     """Write a tile (b,L,R,·) to the places of its tokens in target (B,T,R,·)."""
+    images, tokens, reverse = here
     back = _mirrored(tokens, target.shape[1])
     for r, flag in enumerate(reverse):
         target[images, back if flag else tokens, r] = tile[:, :, r].flip(1) if flag else tile[:, :, r]
