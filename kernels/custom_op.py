@@ -28,7 +28,7 @@ NAMESPACE = "vision_ttt"
 
 
 # Python type of an argument -> its name in the schemas of torch.library
-SCHEMA_TYPES = {
+_SCHEMA_TYPES = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
     int: "SymInt",
@@ -82,7 +82,7 @@ class CustomOp:
         backward_flops: Callable[[Any], int],
         kept: Sequence[str] = ("states",),
     ):
-        declared = {argument: SCHEMA_TYPES[type_] for argument, type_ in get_type_hints(arguments).items()}
+        declared = {argument: _SCHEMA_TYPES[type_] for argument, type_ in get_type_hints(arguments).items()}
         self.name, self.arguments, self.leading, self.kept = name, arguments, leading, kept
         self._is_tensor = [type_.startswith("Tensor") for type_ in declared.values()]
         self._has_states = "states" in kept

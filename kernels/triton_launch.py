@@ -24,14 +24,16 @@ TUNING_KEYS = "bucket", "D", "CHUNK", "HIDDEN", "M", "C", "L", "P", "KEEP", "PAS
 # programs would write; add those of a new kernel here
 ZEROED = ("partial_ptr",)
 
-Candidates = Callable[..., list[triton.Config]]
+Candidates = Callable[..., list[triton.Config]]  # see `launch`
 
-# the fastest config, as found in this process or read from disk
+# a kernel, its device, dtypes and `TUNING_KEYS` -> the fastest config, as found in this process or read from disk
 CHOSEN: dict[tuple, triton.Config] = {}
 # properties for which a kernel is compiled -> (compiled kernel, its config, the places of its arguments among the given
 # ones and the config's); a launch from here saves the host the time of Triton's binder
 READY: dict[tuple, tuple[Any, triton.Config, list[int]]] = {}
-MOST_READY = 4096  # a layout of images takes about ten; above the limit all are dropped, and found again
+MOST_READY = (
+    4096  # entries of READY: a layout of images takes about ten; above the limit all are dropped, and found again
+)
 # whether choices are kept on disk; they are not where several processes share a GPU, since their times mean nothing
 KEEP_CHOICES = True
 

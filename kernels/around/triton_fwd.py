@@ -286,22 +286,16 @@ def product_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
     ]
 
 
-def row_stride(x: Tensor) -> int | None:
-    """Return the elements from one token of x (B,T,·) to the next, if that number describes its layout; else None."""
-    B, T, _ = x.shape
-    # the stride of an axis of size 1 is arbitrary
-    expected = (T * x.stride(1), x.stride(1), 1)
-    return (
-        x.stride(1)
-        if all(size == 1 or a == b for size, a, b in zip(x.shape, x.stride(), expected, strict=True))
-        else None
-    )
-
-
 def as_rows(x: Tensor) -> tuple[Tensor, int]:
-    """Return x (B,T,·) and its `row_stride`; x is copied where its layout has none, and at T = 1."""
-    stride = row_stride(x) if x.shape[1] > 1 else None
-    return (x, stride) if stride is not None else (x.contiguous(), x.shape[2])
+    """Return x (B,T,·) and the elements from one token to the next.
+
+    x is copied where that number does not describe its layout, and at T = 1.
+    """
+    (_, T, width), stride = x.shape, x.stride(1)
+    expected = (T * stride, stride, 1)
+    # the stride of an axis of size 1 is arbitrary
+    fits = T > 1 and all(size == 1 or a == b for size, a, b in zip(x.shape, x.stride(), expected, strict=True))
+    return (x, stride) if fits else (x.contiguous(), width)
 
 
 def rows_bucket(x: Tensor) -> int:

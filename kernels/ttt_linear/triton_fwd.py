@@ -273,18 +273,17 @@ def shared_arguments(x: Arguments) -> dict[str, object]:
     }
 
 
-def token_rows(v: Tensor) -> int | None:
-    """Return the rows of D elements from one token of v (B,T,R,H,D) to the next.
+def token_rows(v: Tensor) -> tuple[Tensor, int]:
+    """Return v (B,T,R,H,D) and the rows of D elements from one token to the next.
 
-    It is None where that number does not describe v's layout.
+    v is copied where that number does not describe its layout.
     """
-    B, T, R, H, D = v.shape
-    sizes, strides = (B, T, R, H, D), v.stride()
-    rows, rest = divmod(strides[1], D)
+    _, T, R, H, D = v.shape
+    rows, rest = divmod(v.stride(1), D)
     expected = (T * rows * D, rows * D, H * D, D, 1)
     # the stride of an axis of size 1 is arbitrary
-    same = all(size == 1 or stride == wanted for size, stride, wanted in zip(sizes, strides, expected, strict=True))
-    return rows if same and not rest and rows >= R * H else None
+    same = all(size == 1 or a == b for size, a, b in zip(v.shape, v.stride(), expected, strict=True))
+    return (v, rows) if same and not rest and rows >= R * H else (v.contiguous(), R * H)
 
 
 def forward(x: Arguments, keep_states: bool, config: triton.Config | None = None) -> tuple[Tensor, Tensor]:
@@ -294,8 +293,7 @@ def forward(x: Arguments, keep_states: bool, config: triton.Config | None = None
     one phase.
     """
     arguments = shared_arguments(x)
-    if (rows := token_rows(x.v)) is None:
-        rows, arguments["v_ptr"] = x.v.shape[2] * x.v.shape[3], x.v.contiguous()
+    arguments["v_ptr"], rows = token_rows(x.v)
     states = x.q.new_empty(states_shape(x.q.shape, x.chunk_size, keep_states), dtype=torch.float32)
     out = torch.empty_like(arguments["q_ptr"])
     arguments |= {"out_ptr": out, "states_ptr": states, "v_rows": rows, "KEEP": keep_states}

@@ -227,8 +227,7 @@ def run_both(x: Arguments, keep_states: bool, config: TwoPhases | None) -> tuple
     """Run `forward` in two phases, for chunks of 16 tokens and D up to 64. None tunes."""
     B, T, R, H, D = x.q.shape
     arguments = shared_arguments(x)
-    if (rows := token_rows(x.v)) is None:
-        rows, arguments["v_ptr"] = R * H, x.v.contiguous()
+    arguments["v_ptr"], rows = token_rows(x.v)
     programs, blocks = B * R * H, (T + ROWS - 1) // ROWS
     states = x.q.new_empty(states_shape(x.q.shape, x.chunk_size, keep_states), dtype=torch.float32)
     G, out = torch.empty_like(arguments["q_ptr"]), torch.empty_like(arguments["q_ptr"])
