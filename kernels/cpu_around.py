@@ -14,7 +14,7 @@ from .cpu_loops import INLINE, Loop, add_scaled, copy_row, sigmoid
 
 @numba.njit(**INLINE)
 def _centre(row, eps):
-    """Subtract a row's mean in place, and return √(variance + eps)."""
+    """Subtract a row's mean in place, and return √(variance + eps), with the variance over all of the row."""
     nothing, width = row.dtype.type(0), row.dtype.type(len(row))
     mean, square = nothing, nothing
     for c in range(len(row)):
@@ -58,7 +58,7 @@ def conv_norm(first, last, constant, tokens, weight, gamma, beta, out, height, e
 
 @Loop
 def gated_norm(first, last, block, zs, z_strides, gates, gate_strides, weight, bias, out, eps):
-    """Normalise the sum of both directions and gate it; a task is `block` tokens of one image.
+    """Normalise the sum of both directions and gate it with GELU; a task is `block` tokens of one image.
 
     Args:
         zs, z_strides: z (B,T,2,D), laid flat by `threads.lay_flat`. gates, gate_strides: gate (B,T,D), likewise.

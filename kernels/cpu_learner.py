@@ -101,7 +101,10 @@ def _take_rates(lr, b, h, origin, forth, n, rows, rate):
 
 @numba.njit(**INLINE)
 def _convolve(constant, raw, n, taps, bias, X):
-    """Write n rows of a causal convolution to X, then zeros; `raw` begins with the three tokens before the n."""
+    """Write n rows of a causal convolution with four taps to X, then zeros.
+
+    `raw` (rows,D) begins with the three tokens before the n; taps (4,D), the last for the token itself; bias (D,).
+    """
     for j in range(len(X)):
         if j < n:
             for c in range(len(constant)):
@@ -113,7 +116,7 @@ def _convolve(constant, raw, n, taps, bias, X):
 
 @numba.njit(**INLINE)
 def _apply(constant, S, X, rows, Y):
-    """Compute Y = [X 1] S."""
+    """Compute the first `rows` rows of Y = [X 1] S, that is X W + β."""
     D = len(constant)
     for j in range(rows):
         copy_row(constant, S[D], Y[j])

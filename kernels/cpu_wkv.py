@@ -43,7 +43,8 @@ def _start(state, edge):
 def _add_group(state, group, tokens, farthest, w, sums):
     """Move a state `tokens` places away and add a group's tokens; `farthest` is the index of the farthest token.
 
-    Between groups a state is fp64. In fp32, m − w would lose a noticeable part of w near m = 1, thousands of times.
+    A state stands for the sums 2^m a and 2^m b. Between groups it is fp64: in fp32, m − w would lose a noticeable part
+    of w near m = 1, thousands of times.
 
     Args:
         state: written, (3,BLOCK), fp64: m, a and b. group: (GROUP,3,BLOCK): exponent, x and y of each token.
