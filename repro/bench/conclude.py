@@ -1,6 +1,7 @@
 """Comparisons of rows of speed: speed-ups, memory saved, crossovers, growth with the number of tokens."""
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,8 +10,9 @@ from .pooling import COMMAND, HOST, ONE_PROCESS, bound_ratio, find_slow_operator
 from .sweep import BASIS, GROUP_KEYS, SIZES, family_rows, group_rows
 
 Row = Mapping[str, Any]
+# name of an exponent in `growth` -> the field of a row that it is fitted to
 _QUANTITIES = {"macs": "macs_g", "latency": "latency_ms", "memory": "peak_memory_mib"}
-FEWEST_SIDES = 4  # with fewer image sizes, no crossover is stated
+_FEWEST_SIDES = 4  # with fewer image sizes, no crossover is stated
 _GROWTH_FROM = 512  # pixels; in smaller images, constant costs hide the growth with the tokens
 
 
@@ -28,10 +30,10 @@ def conclude(rows: Sequence[Row]) -> dict[str, Any]:
             these ends lie above 1, below 1, or on both sides; for the crossover see `crossover`. A number is None, with
             a reason, if there is no common size, if the other family's speed cannot be trusted, if a time is the
             host's, or, for the ends, if a row has one process.
-        `growth`: a list of {batch_size, dtype, mode, compile, model, attention, image_sizes, macs_exponent,
-            latency_exponent, memory_exponent, latency_1280_over_640}. Each quantity grows as tokens to the power of its
-            exponent, fitted from 512 pixels on. The fit of the time omits rows bound by the host, whose sides are in
-            `left_out_image_sizes`.
+        `growth`: a list of {batch_size, dtype, mode, compile, model, attention, image_sizes, left_out_image_sizes,
+            macs_exponent, latency_exponent, memory_exponent, latency_1280_over_640}. Each quantity grows as tokens to
+            the power of its exponent, fitted from 512 pixels on. The fit of the time omits rows bound by the host,
+            whose sides are in `left_out_image_sizes`.
     """
     pooled = mark_host(pool_runs(rows))
     compared, growth = [], []
@@ -56,10 +58,10 @@ def crossover(ends: Mapping[int, tuple[float, float]]) -> tuple[str | None, int 
 
     Returns:
         (`always` | `never` | `from` | `open`, the smallest side from which on ours is faster at every measured side, or
-        None). The word is None for fewer than `FEWEST_SIDES` sides.
+        None). The word is None for fewer than `_FEWEST_SIDES` sides.
     """
     sides = sorted(ends)
-    if len(sides) < FEWEST_SIDES:
+    if len(sides) < _FEWEST_SIDES:
         return None, None
     if all(most < 1 for _, most in ends.values()):
         return "never", None
@@ -73,10 +75,7 @@ def exponent(values: Mapping[int, float]) -> float | None:
     `values` maps the side in pixels, whose square is proportional to the tokens, to the value.
     """
     points = [(2 * math.log(side), math.log(value)) for side, value in values.items() if value > 0]
-    if len(points) < 2:
-        return None
-    mean_x, mean_y = (sum(axis) / len(points) for axis in zip(*points, strict=True))
-    return sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
+    return statistics.linear_regression(*zip(*points, strict=True)).slope if len(points) > 1 else None
 
 
 def _find_saved(ours: Row, theirs: Row) -> float | None:
@@ -112,7 +111,7 @@ def _compare(family: str, ours: Sequence[Row], theirs: Sequence[Row]) -> dict[st
             found["faster_at" if least > 1 else "slower_at" if most < 1 else "open_at"].append(side)
         if len(ends) == len(both):
             found["crossover"], found["crossover_image_size"] = crossover(ends)
-            why["crossover"] = f"{len(both)} image sizes, and {FEWEST_SIDES} are required"
+            why["crossover"] = f"{len(both)} image sizes, and {_FEWEST_SIDES} are required"
         else:
             why["crossover"] = ONE_PROCESS
     why["crossover_image_size"] = found["crossover"] or why["crossover"]
@@ -131,6 +130,7 @@ def _withhold(family: str, theirs: Sequence[Row]) -> str | None:
 
 
 def _fit_growth(rows: Sequence[Row]) -> dict[str, Any]:
+    """Fit the rows of one model; return `growth` of `conclude` from `image_sizes` on."""
     by_side = {row["image_size"][0]: row for row in rows if row["image_size"][0] >= _GROWTH_FROM}
     timed = {side: row for side, row in by_side.items() if not row["host"]}
     left_out = sorted(by_side.keys() - timed.keys())
