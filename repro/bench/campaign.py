@@ -258,6 +258,7 @@ def make_passages(paths: Paths) -> list[tuple[str, str, str]]:
             lines.append(
                 f"| {rows[0]['device']} | `{file.relative_to(paths.speed).as_posix()}` | {_describe_rows(rows)} | {commits} |"
             )
+    # the header has two lines
     nothing = "**No GPU is measured**: no record is of one. `make measure-gpu` makes them."
     records = "\n".join(lines) if len(lines) > 2 else nothing
     probes = describe_probes(paths.speed / "probe")

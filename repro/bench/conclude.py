@@ -78,12 +78,6 @@ def exponent(values: Mapping[int, float]) -> float | None:
     return statistics.linear_regression(*zip(*points, strict=True)).slope if len(points) > 1 else None
 
 
-def _find_saved(ours: Row, theirs: Row) -> float | None:
-    """Return our saving of memory in percent; None if a peak is unknown."""
-    peaks = ours["peak_memory_mib"], theirs["peak_memory_mib"]
-    return 100 * (1 - peaks[0] / peaks[1]) if all(peaks) else None
-
-
 def _compare(family: str, ours: Sequence[Row], theirs: Sequence[Row]) -> dict[str, Any]:
     """Compare the family `BASIS` with another one at a size; return `compared` of `conclude` from `image_size` on."""
     our_rows, their_rows = (
@@ -97,11 +91,15 @@ def _compare(family: str, ours: Sequence[Row], theirs: Sequence[Row]) -> dict[st
         return {**found, "reason": reason}
     ratios = {side: bound_ratio(our_rows[side], their_rows[side]) for side in both}
     ends = {side: ratio.ends for side, ratio in ratios.items() if ratio is not None and ratio.ends is not None}
-    found |= {"image_size": both[-1], "memory_saved_percent": _find_saved(our_rows[both[-1]], their_rows[both[-1]])}
+    side = found["image_size"] = both[-1]
+    pair = our_rows[side], their_rows[side]
+    our_peak, their_peak = (row["peak_memory_mib"] for row in pair)
+    if our_peak and their_peak:
+        found["memory_saved_percent"] = 100 * (1 - our_peak / their_peak)
     why = {"memory_saved_percent": "a peak is not known", "speedup_ends": ONE_PROCESS}
-    if (largest := ratios[both[-1]]) is None:
-        whose = " and ".join(row["model"] for row in (our_rows[both[-1]], their_rows[both[-1]]) if row["host"] == HOST)
-        why["speedup"] = why["speedup_ends"] = f"at {both[-1]}² it is {HOST} for {whose}; `{COMMAND}` shows the GPU's"
+    if (largest := ratios[side]) is None:
+        whose = " and ".join(row["model"] for row in pair if row["host"] == HOST)
+        why["speedup"] = why["speedup_ends"] = f"at {side}² it is {HOST} for {whose}; `{COMMAND}` shows the GPU's"
     else:
         found |= {"speedup": largest.times, "speedup_ends": largest.ends and list(largest.ends)}
     if unsure := sorted({row["host"] for side in both for row in (our_rows[side], their_rows[side]) if row["host"]}):

@@ -107,7 +107,10 @@ def run_sweep(
 
 
 def describe_left_out(left_out: Sequence[RowSpec], seconds: float, params: SweepParams, device_type: str) -> str:
-    """Describe the image sizes that were left out, by families, with a command whose time limit suffices for them."""
+    """Describe the image sizes that were left out, by families, with a command whose time limit suffices for them.
+
+    `seconds` is the time that all these rows are expected to take.
+    """
     families: dict[int, set[str | None]] = {}
     for spec in left_out:
         families.setdefault(spec.image_size[0], set()).add(find_family(vars(spec))[0])
@@ -119,7 +122,7 @@ def describe_left_out(left_out: Sequence[RowSpec], seconds: float, params: Sweep
         for names, own in sides.items()
     ]
     every = tuple(name for name in FAMILIES if any(name in names for names in sides))
-    minutes = math.ceil(seconds / 60 * 1.25 + 1)
+    minutes = math.ceil(seconds / 60 * 1.25 + 1)  # a quarter more than expected, and a minute for the start
     again = dataclasses.replace(
         params,
         image_sizes=tuple(sorted(families)),

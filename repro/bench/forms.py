@@ -144,7 +144,11 @@ def _identify(row: Mapping[str, Any]) -> tuple:
 
 
 def _make_learners(setting: Setting, tokens: int, device: str) -> dict[str, dict[Form, Callable[[], Tensor]]]:
-    """Return learner -> form -> forward pass; a learner without a parallel form has the recurrent one only."""
+    """Return learner -> form -> forward pass on one random image; a learner may have the recurrent form only.
+
+    `lact_<step>` are the steps of `LACT_STEPS`; of Vittt, `own` runs the kernel with LayerNorm and bias, and `plain` and
+    `dot` run without them. Vittt's operator takes tokens before heads, (B, T, h, d), and LaCT's (B, h, T, d).
+    """
     generator = torch.Generator().manual_seed(0)
     h, d = setting.heads, setting.head_dim
 
@@ -185,14 +189,13 @@ def _measure_learner(
 ) -> list[dict[str, Any]]:
     """Measure a row for each form of a learner, with the samples taken in turn."""
 
-    def infer(forward: Callable[[], Tensor]) -> None:
-        with torch.no_grad():
-            forward()
+    def run(forward: Callable[[], Tensor]) -> None:
+        with torch.set_grad_enabled(about["mode"] == "train"):
+            out = forward()
+        if out.requires_grad:
+            out.square().mean().backward()
 
-    def train(forward: Callable[[], Tensor]) -> None:
-        forward().square().mean().backward()
-
-    steps = {form: partial(infer if about["mode"] == "infer" else train, forward) for form, forward in forms.items()}
+    steps = {form: partial(run, forward) for form, forward in forms.items()}
     samples = time_in_turn(steps, device, _TURNS, turn_ms=_TURN_MS, fewest=SLOW_STEPS)
     rows, said = [], []
     for form, step in steps.items():

@@ -253,6 +253,7 @@ def run_bench(
     wanted: list[tuple[str, str]] = []
 
     def is_done(name: str, key: str) -> bool:
+        """Tell whether a row of this series is there, and is no failure of our own kernels, which is tried again."""
         row = rows.get((name, key))
         return _is_since(row, since) and not (row["status"] == "failed" and row["implementation"] in bench.OURS)
 

@@ -186,6 +186,7 @@ def lines(resolved: Mapping, departures: list[str]) -> list[str]:
     """Return the recipe as aligned lines of text, then a line for each departure, or one line if there is none."""
 
     def listed(section: str, *names: str) -> str:
+        """List these names of a section with their values; without names, all of them."""
         return ", ".join(f"{name} {_show(resolved[section][name])}" for name in names or resolved[section])
 
     padded = resolved["transform"].get("crop_padding") is not None

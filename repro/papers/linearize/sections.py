@@ -39,12 +39,15 @@ def list_students(report: Report) -> str:
     )
 
     def find_data(each: Source) -> list:
+        """Return the images on which a record's accuracy was measured."""
         return [each.metrics[key] for key in ("data", "split", "held_out_images")]
 
     def find_setting(each: Source) -> tuple:
+        """Return the teacher and the images, which the students of one table share."""
         return each.metrics["init"]["weights_hash"], *find_data(each)
 
     def find_student(each: Source) -> tuple:
+        """Return what tells apart the students of a table."""
         return *find_setting(each), _name_student(each), each.metrics.get("freeze", False), each.metrics["steps"]
 
     header = ["student", "trained", "steps", "seeds", "before training", "top-1", "of the teacher's", "measured on"]
