@@ -91,15 +91,15 @@ def _compare(family: str, ours: Sequence[Row], theirs: Sequence[Row]) -> dict[st
         return {**found, "reason": reason}
     ratios = {side: bound_ratio(our_rows[side], their_rows[side]) for side in both}
     ends = {side: ratio.ends for side, ratio in ratios.items() if ratio is not None and ratio.ends is not None}
-    side = found["image_size"] = both[-1]
-    pair = our_rows[side], their_rows[side]
+    last = found["image_size"] = both[-1]
+    pair = our_rows[last], their_rows[last]
     our_peak, their_peak = (row["peak_memory_mib"] for row in pair)
     if our_peak and their_peak:
         found["memory_saved_percent"] = 100 * (1 - our_peak / their_peak)
     why = {"memory_saved_percent": "a peak is not known", "speedup_ends": ONE_PROCESS}
-    if (largest := ratios[side]) is None:
+    if (largest := ratios[last]) is None:
         whose = " and ".join(row["model"] for row in pair if row["host"] == HOST)
-        why["speedup"] = why["speedup_ends"] = f"at {side}² it is {HOST} for {whose}; `{COMMAND}` shows the GPU's"
+        why["speedup"] = why["speedup_ends"] = f"at {last}² it is {HOST} for {whose}; `{COMMAND}` shows the GPU's"
     else:
         found |= {"speedup": largest.times, "speedup_ends": largest.ends and list(largest.ends)}
     if unsure := sorted({row["host"] for side in both for row in (our_rows[side], their_rows[side]) if row["host"]}):

@@ -174,12 +174,12 @@ class SweepParams:
             "--minutes": None if self.minutes is None else f"{self.minutes:g}",
             "--runs": self.runs if self.runs > 1 else None,
         }
-        texts = {
-            option: ",".join(map(str, value)) if isinstance(value, tuple) else value for option, value in given.items()
-        }
-        words = [f"{option} {text}" for option, text in texts.items() if text is not None]
+        words = ["repro efficiency"]
+        for option, value in given.items():
+            if value is not None:
+                words += [option, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
         how = {False: [], True: ["--compile"], "graphs": ["--graphs"]}[self.compile]
-        return " ".join(["repro efficiency", *words, *how])
+        return " ".join([*words, *how])
 
 
 def _make_specs(
