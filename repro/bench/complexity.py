@@ -57,7 +57,7 @@ def run_complexity(params: ComplexityParams, paths: Paths) -> None:
 
 
 def _count_row(model: str, options: Mapping[str, Any], image_size: tuple[int, int], *, fvcore: bool = False) -> Cost:
-    """Count one row of `ComplexityParams.rows`, by fvcore too if asked; a UserError names a row that cannot be counted."""
+    """Count a row of `ComplexityParams.rows`, by fvcore too if asked; a UserError names one that cannot be counted."""
     with blame(f"complexity: {row_id(model, options, image_size)}", TypeError, ValueError, AssertionError):
         if model == ADAPTER:
             return adapted_cost(options["backbone"], image_size)

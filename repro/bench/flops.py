@@ -36,8 +36,8 @@ class Cost:
             its adapter (see `adapted`), and for a family whose authors count differently (its `paper_mac_terms`).
             VMamba's are fvcore's with its authors' handlers for the scan; MambaVision's omit operations outside hooked
             layers.
-        fvcore_terms: `multiply_adds` (equal to `macs`), `norms` and `interpolation`, whose sum is fvcore's count without
-            added handlers (see `fvcore`); empty if it was not asked for.
+        fvcore_terms: `multiply_adds` (equal to `macs`), `norms` and `interpolation`, whose sum is fvcore's count
+            without added handlers (see `fvcore`); empty if it was not asked for.
     """
 
     num_params: int

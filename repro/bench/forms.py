@@ -39,9 +39,8 @@ BACKBONES = (("own", "auto"), ("plain", "recurrent"), ("plain", "parallel"), ("d
 _ROW_KEY = ("setting", "learner", "mode", "tokens", "form")
 COLUMNS = (
     *_ROW_KEY,
-    *"heads head_dim chunk_size backend status latency_ms tokens_m_per_s peak_memory_mib samples_ms device commit".split(),
-    "torch_version",
-    "measured",
+    *"heads head_dim chunk_size backend status latency_ms tokens_m_per_s peak_memory_mib".split(),
+    *"samples_ms device commit torch_version measured".split(),
 )
 TYPES: dict[str, Callable[[str], Any]] = dict.fromkeys(("tokens", "heads", "head_dim", "chunk_size"), int)
 TYPES |= dict.fromkeys(("latency_ms", "tokens_m_per_s", "peak_memory_mib"), float)
@@ -146,8 +145,8 @@ def _identify(row: Mapping[str, Any]) -> tuple:
 def _make_learners(setting: Setting, tokens: int, device: str) -> dict[str, dict[Form, Callable[[], Tensor]]]:
     """Return learner -> form -> forward pass on one random image; a learner may have the recurrent form only.
 
-    `lact_<step>` are the steps of `LACT_STEPS`; of Vittt, `own` runs the kernel with LayerNorm and bias, and `plain` and
-    `dot` run without them. Vittt's operator takes tokens before heads, (B, T, h, d), and LaCT's (B, h, T, d).
+    `lact_<step>` are the steps of `LACT_STEPS`; of Vittt, `own` runs the kernel with LayerNorm and bias, and `plain`
+    and `dot` run without them. Vittt's operator takes tokens before heads, (B, T, h, d), and LaCT's (B, h, T, d).
     """
     generator = torch.Generator().manual_seed(0)
     h, d = setting.heads, setting.head_dim

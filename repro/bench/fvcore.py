@@ -22,9 +22,9 @@ _PER_OUTPUT = {"bilinear": 4, "nearest": 1}  # mode of an interpolation -> opera
 
 
 def count_extras(model: torch.nn.Module, image_size: tuple[int, int]) -> dict[str, int]:
-    """Count `norms` and `interpolation`, fvcore's additions in a forward pass of one (H, W) input, on the model's device.
+    """Count `norms` and `interpolation`, which fvcore adds in a forward pass of one (H, W) input.
 
-    The input of a denoiser of latents has the size of the latents.
+    It runs on the model's own device. The input of a denoiser of latents has the size of the latents.
     """
     device = next(model.parameters()).device
     if isinstance(model, Denoiser):
@@ -35,7 +35,7 @@ def count_extras(model: torch.nn.Module, image_size: tuple[int, int]) -> dict[st
     counter = _ExtrasCounter()
 
     def count_keys(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
-        """Count T5's norm of the keys: our code spells it out, but the release calls one operator, which fvcore sees."""
+        """Count T5's norm of the keys: our code spells it out, the release calls one operator, which fvcore sees."""
         if module.kind == "instance":
             counter.extras["norms"] += 4 * out.numel()
 

@@ -191,8 +191,8 @@ def _make_specs(
 ) -> list[RowSpec]:
     """Make a row for each image size and (model, `fused`, `unfused` or None), with the fields that both classes share.
 
-    The classes of `params` and `RowSpec` share them by name: if a field is renamed in one of them, every row silently has
-    `RowSpec`'s default.
+    The classes of `params` and `RowSpec` share them by name: if a field is renamed in one of them, every row silently
+    has `RowSpec`'s default.
     """
     names = [field.name for field in dataclasses.fields(RowSpec) if hasattr(params, field.name)]
     shared = {name: getattr(params, name) for name in names} | {"device": device_type, "threads": threads}

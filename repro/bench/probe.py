@@ -246,7 +246,7 @@ def _say(
 def _build(
     probe: ProbeLines, side: int, name: str = "", *, plain: bool = False, dtype: torch.dtype | None = None
 ) -> nn.Module:
-    """Build a model, by default the plan's own, with the same weights at each call; `plain` is without fused kernels."""
+    """Build a model, by default the plan's own, with the same weights each time; `plain` is without fused kernels."""
     torch.manual_seed(0)
     model = build.build_eval_model(name or probe.plan.model, {}, (side, side), fused=True)
     for block in model.blocks if plain else ():

@@ -251,7 +251,7 @@ def _answer(spec: RowSpec, sender: connection.Connection, messages: str) -> None
 
 
 def _run(spec: RowSpec) -> dict[str, Any]:
-    """Measure a row in this process; return the fields of `measure` that are not in `_blank_row`, or replace its own."""
+    """Measure a row in this process; return the fields of `measure` that `_blank_row` lacks or leaves blank."""
     import torch
 
     from ..core.runtime import torch_dtype
@@ -322,9 +322,9 @@ def _load_libraries(prepare: Callable[[], tuple[Any, Any]], mode: str) -> None:
 
 
 def _make_step(mode: str, model: Any, network: Any, images: Any) -> Callable[[], Any]:
-    """Make the step of a mode of `RowSpec`, for `infer` to run under inference mode; `network` is the model or compiled.
+    """Make the step of a mode of `RowSpec`, for `infer` to run under inference mode.
 
-    A step of `train` is forward, backward and AdamW, whose moments take memory and hardly any time.
+    `network` is `model`, maybe compiled. Training ends with AdamW, whose moments take memory and hardly any time.
     """
     import torch
 

@@ -153,7 +153,7 @@ def _find_model(group: Group) -> str:
 
 
 def _compare(group: Group) -> dict[str, Pair]:
-    """Return variant -> its difference to the unchanged model, in the order of `CHANGES`; empty without a common seed."""
+    """Return variant -> its difference to the unchanged model, as `CHANGES` orders them; empty without common seeds."""
     base = f"{_find_model(group)}_own"
     top1 = {name: source.by_seed(TOP1) for name, source in group.variants.items()}
     listed = sorted(top1, key=lambda name: [*CHANGES].index(name.partition("_")[2]))
