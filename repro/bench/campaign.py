@@ -11,6 +11,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+
+from kernels import selected_backend
+from kernels.dispatch import compiler_obstacle
+
 from ..core.csvfile import read_typed_csv
 from ..core.errors import RunError, UserError
 from ..core.paths import Paths
@@ -32,7 +37,7 @@ from .sweep import PAIR
 from .unfinished import Unfinished
 
 SHORTEST_S = 20.0  # with less time left, no step begins
-TRAINING_MINUTES = 2.0  # with less time left, no training begins
+_TRAINING_MINUTES = 2.0  # with less time left, no training begins
 # the cell `TRAINING`; no params file may have one of this name, because `time_training` deletes its record of a device
 TRAINED = "speed/pretrain/vittt_tiny_digits"
 TRAINING = {
@@ -52,7 +57,7 @@ TRAINING = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CampaignParams:
-    """The parameters of the record of the environment: none."""
+    """The parameters of the record of the environment: none, but `make_identity` hashes those of every record."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,13 +77,11 @@ class CampaignStep:
     limit: float = 5.0
 
 
-def record_environment(paths: Paths, minutes: float | None, began: str) -> bool:
-    """Write results/replications/<device>/environment.json: the machine, versions, and obstacles to the kernels."""
-    import torch
+def _record_environment(paths: Paths, minutes: float | None, began: str) -> bool:
+    """Write results/replications/<device>/environment.json: the machine, versions, and obstacles to the kernels.
 
-    from kernels import selected_backend
-    from kernels.dispatch import compiler_obstacle
-
+    It takes a second and is written anew by each series, so `minutes` and `began`, which every step gets, do not count.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     metrics = {
         "machine": describe_machine(),
@@ -100,13 +103,12 @@ def time_training(paths: Paths, minutes: float | None, began: str) -> bool:
     record is deleted.
 
     Returns:
-        Whether it was trained: not with less than `TRAINING_MINUTES` left, because it cannot be continued.
+        Whether it was trained: not with less than `_TRAINING_MINUTES` left, because it cannot be continued. So `began`,
+        which every step gets, does not count.
 
     Raises:
         RunError: PyTorch sees no CUDA device.
     """
-    import torch
-
     from ..core.config import build
     from ..runs.cells import train_cells
     from ..runs.job import Cell
@@ -114,7 +116,7 @@ def time_training(paths: Paths, minutes: float | None, began: str) -> bool:
 
     if not torch.cuda.is_available():
         raise RunError("PyTorch sees no CUDA device")
-    if minutes is not None and minutes < TRAINING_MINUTES:
+    if minutes is not None and minutes < _TRAINING_MINUTES:
         return False
     _, stage, name = TRAINED.split("/")
     folder = paths.replications(device_slug("cuda"))
@@ -126,13 +128,12 @@ def time_training(paths: Paths, minutes: float | None, began: str) -> bool:
         given, device="cuda", workers=min(8, usable_cores()), peak_tflops=peak, data_roots=roots
     )
     record.unlink(missing_ok=True)  # a training with a record would be skipped
-    about = {"params": params, "spec": SPEC, "paths": paths, "runtime": runtime, "record": record}
-    train_cells([Cell(stage=stage, name=name, **about)])
+    train_cells([Cell(stage=stage, name=name, params=params, spec=SPEC, paths=paths, runtime=runtime, record=record)])
     record.unlink()  # only its speed is of interest
     return True
 
 
-def sweep_rows(paths: Paths, minutes: float | None, began: str, **options: Any) -> bool:
+def _sweep_rows(paths: Paths, minutes: float | None, began: str, **options: Any) -> bool:
     """Measure the rows of a `SweepParams` with these options into results/speed/<device>.csv, without params.yaml."""
     from .efficiency import run_sweep
     from .params import SweepParams
@@ -141,13 +142,15 @@ def sweep_rows(paths: Paths, minutes: float | None, began: str, **options: Any) 
 
 
 def _plan_sweep(name: str, about: str, sizes: str, batch_size: int, **options: Any) -> CampaignStep:
-    return CampaignStep(name, about, partial(sweep_rows, sizes=tuple(sizes), batch_size=batch_size, **options))
+    """Make the step that measures a sweep; `sizes` has a letter for each size, and `options` are of `SweepParams`."""
+    return CampaignStep(name, about, partial(_sweep_rows, sizes=tuple(sizes), batch_size=batch_size, **options))
 
 
 _compare = partial(run_bench, compared=True)
 # the models of the paper's claims on speed, which are measured at both ends of the range of image sizes
 _CLAIMED = {"families": PAIR}
 _COMPILED: dict[str, Any] = {"families": ("deit_fused",), "compile": True}  # the baseline's fastest form
+# (end of a step's name, its purpose, options of `SweepParams`) of each way to measure them
 _WAYS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("", "Vittt-T and DeiT-T, fused and unfused", {}),
     (", graphs", "the same through CUDA graphs, which is the GPU's time", {"compile": "graphs"}),
@@ -155,7 +158,7 @@ _WAYS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 
 # the order matters where a GPU is free for minutes only: correctness and the host's share first, then the paper's claim
 CAMPAIGN = (
-    CampaignStep("environment", "the machine and its versions", record_environment),
+    CampaignStep("environment", "the machine and its versions", _record_environment),
     CampaignStep(
         "probe", "whether frozen models are right, and whose time a pass takes: host, kernels, graphs", probe_device
     ),
@@ -201,13 +204,11 @@ def run_campaign(paths: Paths, minutes: float | None = None, steps: tuple[Campai
     Raises:
         RunError: a step failed; the others were run.
     """
-    import torch
-
     end = None if minutes is None else time.monotonic() + 60 * minutes
     failed, left, lacking = [], [], []
     # several machines may share this checkout
     state = Unfinished(paths, f"measure/{device_slug('cuda' if torch.cuda.is_available() else 'cpu')}")
-    state.save()
+    state.save()  # a call that is killed in its first step leaves its start to the next one
     done = state.kept.setdefault("done", [])
     for step in steps:
         if step.name in done:
@@ -257,6 +258,7 @@ def make_passages(paths: Paths) -> list[tuple[str, str, str]]:
             lines.append(
                 f"| {rows[0]['device']} | `{file.relative_to(paths.speed).as_posix()}` | {_describe_rows(rows)} | {commits} |"
             )
+    # the header has two lines
     nothing = "**No GPU is measured**: no record is of one. `make measure-gpu` makes them."
     records = "\n".join(lines) if len(lines) > 2 else nothing
     probes = describe_probes(paths.speed / "probe")
@@ -272,6 +274,7 @@ def _describe_rows(rows: list[dict[str, Any]]) -> str:
 
 
 def _describe_training(metrics: dict[str, Any]) -> str:
+    """Describe a record of `time_training`: the training, its speed, and its share of the GPU's peak."""
     share, size = metrics.get("mfu_percent"), TRAINING["transform"]["image_size"]
     mfu = "the GPU's peak is not in our table" if share is None else f"{share:.0f} % of the peak"
     what = f"{metrics['model']} at {size}², batch {TRAINING['batch_size']}, {TRAINING['precision']}"
@@ -297,7 +300,7 @@ _RECORDS: dict[str, Callable[[dict[str, Any]], str]] = {
 def _run_apart(step: CampaignStep, paths: Paths, minutes: float | None, began: str) -> bool:
     """Run a step in its own process; return whether it is complete."""
 
-    def died(_: Any) -> bool:
+    def died(_: CampaignStep) -> bool:
         raise RunError("its process was killed; what it had measured is kept")
 
     ((_, is_complete),) = run_in_lanes([step], partial(_run, paths, minutes, began), 1, died)

@@ -1,6 +1,5 @@
 """The record of parameters and multiply-adds, written by `repro complexity`."""
 
-import itertools
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -12,11 +11,10 @@ from ..core.record import make_identity, write_record
 from ..core.ui import track
 from .adapted import adapted_cost
 from .flops import Cost, cost
-from .fvcore import fvcore_terms
 from .params import ADAPTER, ComplexityParams, SizePair
 from .speed import row_id
 
-SAVED_AT = 1280  # the image size of the paper's statement on savings (Fig. 1); `report.results` names its key
+_SAVED_AT = 1280  # the image size of the paper's statement on savings (Fig. 1); `report.results` names its key
 COLUMNS = ("row", "model", "image_size", "params_m", "macs_g", "method", "macs_g_paper_convention", "macs_g_fvcore")
 
 
@@ -37,36 +35,40 @@ def run_complexity(params: ComplexityParams, paths: Paths) -> None:
     started = time.monotonic()
     wanted = {row_id(*row): row for row in params.rows()}
     print(f"complexity: counting {len(wanted)} rows")
-    costs = {name: count_row(*row) for name, row in track(list(wanted.items()), "counting", unit="rows")}
-    asked = {row_id(*row): row for group in params.groups if group.fvcore for row in group.rows()}
-    fvcore = {name: fvcore_terms(costs[name], *row) for name, row in asked.items()}
+    with_fvcore = {row_id(*row) for group in params.groups if group.fvcore for row in group.rows()}
+    costs = {
+        name: _count_row(*row, fvcore=name in with_fvcore)
+        for name, row in track(list(wanted.items()), "counting", unit="rows")
+    }
     saved, dwconv = _compare_pairs(params.sizes)
 
     folder = paths.results / "complexity"
-    rows = {name: _make_row(*wanted[name], counted, fvcore.get(name)) for name, counted in costs.items()}
+    rows = {name: _make_row(*wanted[name], counted) for name, counted in costs.items()}
     table = [{**row, "row": name, "image_size": name.rpartition("@")[2]} for name, row in rows.items()]
     write_csv(folder / "rows.csv", table, COLUMNS)
-    terms = (_list_terms(name, counted, fvcore.get(name, {})) for name, counted in costs.items())
-    write_csv(folder / "terms.csv", itertools.chain.from_iterable(terms))
-    metrics = {"rows": rows, f"saved_at_{SAVED_AT}_percent": saved, "dwconv_params_m": dwconv}
+    terms = [line for name, counted in costs.items() for line in _list_terms(name, counted)]
+    write_csv(folder / "terms.csv", terms)
+    metrics = {"rows": rows, f"saved_at_{_SAVED_AT}_percent": saved, "dwconv_params_m": dwconv}
     counted_only = "none: counted, not run"
     identity = make_identity(paths.root, params, device=counted_only, dtype="fp32", backend=counted_only)
     write_record(folder / "metrics.json", metrics, identity, time.monotonic() - started)
     savings = ", ".join(f"{size} {value:.1f} %" for size, value in saved.items())
-    print(f"complexity: {len(rows)} rows; multiply-adds saved at {SAVED_AT}: {savings}")
+    print(f"complexity: {len(rows)} rows; multiply-adds saved at {_SAVED_AT}: {savings}")
 
 
-def count_row(model: str, options: Mapping[str, Any], image_size: tuple[int, int]) -> Cost:
-    """Count one row of `ComplexityParams.rows`; raise a UserError with the row's name if it cannot be counted."""
+def _count_row(model: str, options: Mapping[str, Any], image_size: tuple[int, int], *, fvcore: bool = False) -> Cost:
+    """Count a row of `ComplexityParams.rows`, by fvcore too if asked; a UserError names one that cannot be counted."""
     with blame(f"complexity: {row_id(model, options, image_size)}", TypeError, ValueError, AssertionError):
-        return adapted_cost(options["backbone"], image_size) if model == ADAPTER else cost(model, options, image_size)
+        if model == ADAPTER:
+            return adapted_cost(options["backbone"], image_size)
+        return cost(model, options, image_size, fvcore=fvcore)
 
 
 def _compare_pairs(sizes: Mapping[str, SizePair]) -> tuple[dict[str, float], dict[str, float]]:
     """Return size -> multiply-adds saved in percent, and size -> parameters (1e6) of the depth-wise convolution."""
     saved, dwconv = {}, {}
     for size, pair in sizes.items():
-        ours, baseline = (count_row(model, {}, (SAVED_AT, SAVED_AT)) for model in (pair.model, pair.baseline))
+        ours, baseline = (_count_row(model, {}, (_SAVED_AT, _SAVED_AT)) for model in (pair.model, pair.baseline))
         if "dwconv" not in ours.param_terms:
             raise UserError(f"complexity.sizes.{size}.model: {pair.model} has no depth-wise convolution")
         saved[size] = 100 * (1 - ours.macs / baseline.macs)
@@ -74,21 +76,21 @@ def _compare_pairs(sizes: Mapping[str, SizePair]) -> tuple[dict[str, float], dic
     return saved, dwconv
 
 
-def _make_row(
-    model: str, options: Mapping[str, Any], image_size: tuple[int, int], counted: Cost, fvcore: Mapping[str, int] | None
-) -> dict[str, Any]:
+def _make_row(model: str, options: Mapping[str, Any], image_size: tuple[int, int], counted: Cost) -> dict[str, Any]:
+    """Return a value of `rows` in metrics.json, see `run_complexity`."""
     row = {"model": model, "options": dict(options), "image_size": list(image_size), "num_params": counted.num_params}
     row |= {"params_m": round(counted.num_params / 1e6, 3), "macs_g": counted.macs_g, "method": counted.method}
     if counted.paper_terms:
         row["macs_g_paper_convention"] = counted.macs_g_paper_convention
-    if fvcore:
-        row["macs_g_fvcore"] = sum(fvcore.values()) / 1e9
+    if counted.fvcore_terms:
+        row["macs_g_fvcore"] = sum(counted.fvcore_terms.values()) / 1e9
     return row
 
 
-def _list_terms(name: str, counted: Cost, fvcore: Mapping[str, int]) -> list[dict[str, Any]]:
-    kinds = {"num_params": counted.param_terms, "macs": counted.mac_terms, "macs_paper_convention": counted.paper_terms}
-    kinds["macs_fvcore"] = fvcore
+def _list_terms(name: str, counted: Cost) -> list[dict[str, Any]]:
+    """Return the lines of terms.csv of a row: each term of each of its sums that is not 0."""
+    kinds = {"num_params": counted.param_terms, "macs": counted.mac_terms}
+    kinds |= {"macs_paper_convention": counted.paper_terms, "macs_fvcore": counted.fvcore_terms}
     return [
         {"row": name, "kind": kind, "term": term, "value": value}
         for kind, terms in kinds.items()

@@ -1,6 +1,7 @@
 """Comparisons of rows of speed: speed-ups, memory saved, crossovers, growth with the number of tokens."""
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,8 +10,9 @@ from .pooling import COMMAND, HOST, ONE_PROCESS, bound_ratio, find_slow_operator
 from .sweep import BASIS, GROUP_KEYS, SIZES, family_rows, group_rows
 
 Row = Mapping[str, Any]
+# name of an exponent in `growth` -> the field of a row that it is fitted to
 _QUANTITIES = {"macs": "macs_g", "latency": "latency_ms", "memory": "peak_memory_mib"}
-FEWEST_SIDES = 4  # with fewer image sizes, no crossover is stated
+_FEWEST_SIDES = 4  # with fewer image sizes, no crossover is stated
 _GROWTH_FROM = 512  # pixels; in smaller images, constant costs hide the growth with the tokens
 
 
@@ -28,10 +30,10 @@ def conclude(rows: Sequence[Row]) -> dict[str, Any]:
             these ends lie above 1, below 1, or on both sides; for the crossover see `crossover`. A number is None, with
             a reason, if there is no common size, if the other family's speed cannot be trusted, if a time is the
             host's, or, for the ends, if a row has one process.
-        `growth`: a list of {batch_size, dtype, mode, compile, model, attention, image_sizes, macs_exponent,
-            latency_exponent, memory_exponent, latency_1280_over_640}. Each quantity grows as tokens to the power of its
-            exponent, fitted from 512 pixels on. The fit of the time omits rows bound by the host, whose sides are in
-            `left_out_image_sizes`.
+        `growth`: a list of {batch_size, dtype, mode, compile, model, attention, image_sizes, left_out_image_sizes,
+            macs_exponent, latency_exponent, memory_exponent, latency_1280_over_640}. Each quantity grows as tokens to
+            the power of its exponent, fitted from 512 pixels on. The fit of the time omits rows bound by the host,
+            whose sides are in `left_out_image_sizes`.
     """
     pooled = mark_host(pool_runs(rows))
     compared, growth = [], []
@@ -56,10 +58,10 @@ def crossover(ends: Mapping[int, tuple[float, float]]) -> tuple[str | None, int 
 
     Returns:
         (`always` | `never` | `from` | `open`, the smallest side from which on ours is faster at every measured side, or
-        None). The word is None for fewer than `FEWEST_SIDES` sides.
+        None). The word is None for fewer than `_FEWEST_SIDES` sides.
     """
     sides = sorted(ends)
-    if len(sides) < FEWEST_SIDES:
+    if len(sides) < _FEWEST_SIDES:
         return None, None
     if all(most < 1 for _, most in ends.values()):
         return "never", None
@@ -73,16 +75,7 @@ def exponent(values: Mapping[int, float]) -> float | None:
     `values` maps the side in pixels, whose square is proportional to the tokens, to the value.
     """
     points = [(2 * math.log(side), math.log(value)) for side, value in values.items() if value > 0]
-    if len(points) < 2:
-        return None
-    mean_x, mean_y = (sum(axis) / len(points) for axis in zip(*points, strict=True))
-    return sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
-
-
-def _find_saved(ours: Row, theirs: Row) -> float | None:
-    """Return our saving of memory in percent; None if a peak is unknown."""
-    peaks = ours["peak_memory_mib"], theirs["peak_memory_mib"]
-    return 100 * (1 - peaks[0] / peaks[1]) if all(peaks) else None
+    return statistics.linear_regression(*zip(*points, strict=True)).slope if len(points) > 1 else None
 
 
 def _compare(family: str, ours: Sequence[Row], theirs: Sequence[Row]) -> dict[str, Any]:
@@ -98,11 +91,15 @@ def _compare(family: str, ours: Sequence[Row], theirs: Sequence[Row]) -> dict[st
         return {**found, "reason": reason}
     ratios = {side: bound_ratio(our_rows[side], their_rows[side]) for side in both}
     ends = {side: ratio.ends for side, ratio in ratios.items() if ratio is not None and ratio.ends is not None}
-    found |= {"image_size": both[-1], "memory_saved_percent": _find_saved(our_rows[both[-1]], their_rows[both[-1]])}
+    last = found["image_size"] = both[-1]
+    pair = our_rows[last], their_rows[last]
+    our_peak, their_peak = (row["peak_memory_mib"] for row in pair)
+    if our_peak and their_peak:
+        found["memory_saved_percent"] = 100 * (1 - our_peak / their_peak)
     why = {"memory_saved_percent": "a peak is not known", "speedup_ends": ONE_PROCESS}
-    if (largest := ratios[both[-1]]) is None:
-        whose = " and ".join(row["model"] for row in (our_rows[both[-1]], their_rows[both[-1]]) if row["host"] == HOST)
-        why["speedup"] = why["speedup_ends"] = f"at {both[-1]}² it is {HOST} for {whose}; `{COMMAND}` shows the GPU's"
+    if (largest := ratios[last]) is None:
+        whose = " and ".join(row["model"] for row in pair if row["host"] == HOST)
+        why["speedup"] = why["speedup_ends"] = f"at {last}² it is {HOST} for {whose}; `{COMMAND}` shows the GPU's"
     else:
         found |= {"speedup": largest.times, "speedup_ends": largest.ends and list(largest.ends)}
     if unsure := sorted({row["host"] for side in both for row in (our_rows[side], their_rows[side]) if row["host"]}):
@@ -112,7 +109,7 @@ def _compare(family: str, ours: Sequence[Row], theirs: Sequence[Row]) -> dict[st
             found["faster_at" if least > 1 else "slower_at" if most < 1 else "open_at"].append(side)
         if len(ends) == len(both):
             found["crossover"], found["crossover_image_size"] = crossover(ends)
-            why["crossover"] = f"{len(both)} image sizes, and {FEWEST_SIDES} are required"
+            why["crossover"] = f"{len(both)} image sizes, and {_FEWEST_SIDES} are required"
         else:
             why["crossover"] = ONE_PROCESS
     why["crossover_image_size"] = found["crossover"] or why["crossover"]
@@ -131,6 +128,7 @@ def _withhold(family: str, theirs: Sequence[Row]) -> str | None:
 
 
 def _fit_growth(rows: Sequence[Row]) -> dict[str, Any]:
+    """Fit the rows of one model; return `growth` of `conclude` from `image_sizes` on."""
     by_side = {row["image_size"][0]: row for row in rows if row["image_size"][0] >= _GROWTH_FROM}
     timed = {side: row for side, row in by_side.items() if not row["host"]}
     left_out = sorted(by_side.keys() - timed.keys())

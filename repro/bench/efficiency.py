@@ -95,6 +95,7 @@ def run_sweep(
                 _draw_figures(sheet.rows, paths.root / "artifacts" / "speed" / slug, label)
             else:
                 print("no figures: matplotlib is not installed")
+    # `find` passes over rows of broken processes
     if not (schedule.left_out or any(sheet.find(spec, run + 1) for spec in specs for run in range(params.runs))):
         raise RunError(f"efficiency: every row failed; {file.relative_to(paths.root)} has the reasons")
     print(f"{len(sheet.rows)} rows in {file.relative_to(paths.root)}")
@@ -106,10 +107,13 @@ def run_sweep(
 
 
 def describe_left_out(left_out: Sequence[RowSpec], seconds: float, params: SweepParams, device_type: str) -> str:
-    """Describe the image sizes that were left out, by families, with a command whose time limit suffices for them."""
-    families: dict[int, set[str]] = {}
+    """Describe the image sizes that were left out, by families, with a command whose time limit suffices for them.
+
+    `seconds` is the time that all these rows are expected to take.
+    """
+    families: dict[int, set[str | None]] = {}
     for spec in left_out:
-        families.setdefault(spec.image_size[0], set()).add(find_family(vars(spec))[0] or spec.model)
+        families.setdefault(spec.image_size[0], set()).add(find_family(vars(spec))[0])
     sides: dict[tuple[str, ...], list[int]] = {}
     for side in sorted(families):
         sides.setdefault(tuple(name for name in FAMILIES if name in families[side]), []).append(side)
@@ -118,7 +122,7 @@ def describe_left_out(left_out: Sequence[RowSpec], seconds: float, params: Sweep
         for names, own in sides.items()
     ]
     every = tuple(name for name in FAMILIES if any(name in names for names in sides))
-    minutes = math.ceil(seconds / 60 * 1.25 + 1)
+    minutes = math.ceil(seconds / 60 * 1.25 + 1)  # a quarter more than expected, and a minute for the start
     again = dataclasses.replace(
         params,
         image_sizes=tuple(sorted(families)),

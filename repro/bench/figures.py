@@ -15,7 +15,7 @@ LABELS = {
     "peak_memory_mib": "peak memory (MiB)",
 }
 _ALL_LABELS = {**LABELS, "latency_ms": "time of a step (ms)"}
-_SPEEDS = ("latency_ms", "throughput_img_per_s")
+_SPEEDS = ("latency_ms", "throughput_img_per_s")  # quantities that show the host where its time hides the device's
 
 
 def against_resolution(
@@ -87,6 +87,7 @@ def at_largest(path: Path, bars: Mapping[str, Mapping[str, float]], title: str) 
 
 
 def _label_sizes(panel: Any, sizes: Sequence[int]) -> None:
+    """Mark every size of the ascending `sizes` on the x axis, and label the largest and all that have room."""
     shown: list[int] = []
     for size in reversed(sizes):
         if not shown or shown[-1] / size > 1.12:  # nearer ones would touch

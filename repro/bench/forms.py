@@ -31,24 +31,17 @@ from .unfinished import Unfinished, read_clock
 
 Form = Literal["recurrent", "parallel"]
 _FORMS: tuple[Form, ...] = ("recurrent", "parallel")
-TURNS = 11
-TURN_MS = 5.0
+_TURNS = 11  # at least 6, for the interval of a median of ratios
+_TURN_MS = 5.0
 BACKBONE = "vittt_tiny"  # also the value of `setting` in its rows
 # (step of the ablation chain, backend) of each measured whole backbone
 BACKBONES = (("own", "auto"), ("plain", "recurrent"), ("plain", "parallel"), ("dot", "recurrent"), ("dot", "parallel"))
 _ROW_KEY = ("setting", "learner", "mode", "tokens", "form")
 COLUMNS = (
     *_ROW_KEY,
-    "heads",
-    "head_dim",
-    "chunk_size",
-    "backend",
-    "status",
-    "latency_ms",
-    "tokens_m_per_s",
-    "peak_memory_mib",
+    *"heads head_dim chunk_size backend status latency_ms tokens_m_per_s peak_memory_mib".split(),
+    *"samples_ms device commit torch_version measured".split(),
 )
-COLUMNS += ("samples_ms", "device", "commit", "torch_version", "measured")
 TYPES: dict[str, Callable[[str], Any]] = dict.fromkeys(("tokens", "heads", "head_dim", "chunk_size"), int)
 TYPES |= dict.fromkeys(("latency_ms", "tokens_m_per_s", "peak_memory_mib"), float)
 TYPES |= {"samples_ms": lambda text: [float(each) for each in text.split()]}
@@ -150,11 +143,16 @@ def _identify(row: Mapping[str, Any]) -> tuple:
 
 
 def _make_learners(setting: Setting, tokens: int, device: str) -> dict[str, dict[Form, Callable[[], Tensor]]]:
-    """Return learner -> form -> forward pass; a learner without a parallel form has the recurrent one only."""
+    """Return learner -> form -> forward pass on one random image; a learner may have the recurrent form only.
+
+    `lact_<step>` are the steps of `LACT_STEPS`; of Vittt, `own` runs the kernel with LayerNorm and bias, and `plain`
+    and `dot` run without them. Vittt's operator takes tokens before heads, (B, T, h, d), and LaCT's (B, h, T, d).
+    """
     generator = torch.Generator().manual_seed(0)
     h, d = setting.heads, setting.head_dim
 
     def draw(*shape: int, uniform: bool = False) -> Tensor:
+        """Draw on the CPU, so all devices get the same values."""
         make = torch.rand if uniform else torch.randn
         return make(*shape, generator=generator).to(device)
 
@@ -162,7 +160,7 @@ def _make_learners(setting: Setting, tokens: int, device: str) -> dict[str, dict
     q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
     rates, momentum = draw(1, h, tokens, 3, uniform=True) / 100, draw(1, h, tokens, uniform=True)
     for x in (q, k, v, rates, momentum):
-        x.requires_grad_()
+        x.requires_grad_()  # for the mode `train`
     found: dict[str, dict[Form, Callable[[], Tensor]]] = {}
     for step in ("own", "v1", "v2", "v3", "v4", "v5", "v6"):
         loop = InnerLoop(**LACT_STEPS[step], order="before", chunk_size=setting.chunks["lact"])
@@ -190,28 +188,32 @@ def _measure_learner(
 ) -> list[dict[str, Any]]:
     """Measure a row for each form of a learner, with the samples taken in turn."""
 
-    def infer(forward: Callable[[], Tensor]) -> None:
-        with torch.no_grad():
-            forward()
+    def run(forward: Callable[[], Tensor]) -> None:
+        with torch.set_grad_enabled(about["mode"] == "train"):
+            out = forward()
+        if out.requires_grad:
+            out.square().mean().backward()
 
-    def train(forward: Callable[[], Tensor]) -> None:
-        forward().square().mean().backward()
-
-    steps = {form: partial(infer if about["mode"] == "infer" else train, forward) for form, forward in forms.items()}
-    samples = time_in_turn(steps, device, TURNS, turn_ms=TURN_MS, fewest=SLOW_STEPS)
+    steps = {form: partial(run, forward) for form, forward in forms.items()}
+    samples = time_in_turn(steps, device, _TURNS, turn_ms=_TURN_MS, fewest=SLOW_STEPS)
     rows, said = [], []
     for form, step in steps.items():
-        row = about | {"form": form, "heads": setting.heads, "head_dim": setting.head_dim, "status": "ok"}
-        row |= {
-            "latency_ms": statistics.median(samples[form]),
-            "samples_ms": [round(each, 4) for each in samples[form]],
-        }
-        row["chunk_size"] = setting.chunks[about["learner"].partition("_")[0]]
-        row["tokens_m_per_s"] = about["tokens"] * setting.heads / row["latency_ms"] / 1e3
+        latency_ms = statistics.median(samples[form])
         # after the timing: the forms share their leaves, and the first step of all allocates the leaves' gradients
-        row["peak_memory_mib"] = measure_peak_mib(step, device)
-        rows.append(row)
-        said.append(f"{form} {row['latency_ms']:.2f} ms, {row['peak_memory_mib']:.1f} MiB")
+        peak_mib = measure_peak_mib(step, device)
+        row = {
+            "form": form,
+            "heads": setting.heads,
+            "head_dim": setting.head_dim,
+            "chunk_size": setting.chunks[about["learner"].partition("_")[0]],
+            "status": "ok",
+            "latency_ms": latency_ms,
+            "samples_ms": [round(each, 4) for each in samples[form]],
+            "tokens_m_per_s": about["tokens"] * setting.heads / latency_ms / 1e3,
+            "peak_memory_mib": peak_mib,
+        }
+        rows.append(about | row)
+        said.append(f"{form} {latency_ms:.2f} ms, {peak_mib:.1f} MiB")
     what = f"{about['setting']}, {about['learner']}, {about['mode']}, {about['tokens']:,} tokens"
     print(f"{what}: {'; '.join(said)}", flush=True)
     return rows

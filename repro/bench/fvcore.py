@@ -1,6 +1,6 @@
-"""`macs_g_fvcore`: multiply-adds as fvcore counts them, ViT³'s convention for the FLOPs of its own models.
+"""What the tool fvcore counts beside multiply-adds, for `macs_g_fvcore`: ViT³'s convention for its models' FLOPs.
 
-fvcore counts products and convolutions as `flops` does. Its default handlers add operations for each value:
+fvcore counts products and convolutions as `counter` does. Its default handlers add operations for each value:
 
 - 5 in a LayerNorm or GroupNorm with a learned scale, 4 without one, as in the keys' instance norm of T5;
 - 2 in a BatchNorm at inference, 1 without a scale;
@@ -11,32 +11,21 @@ spells it out as one. Operators of this project, such as the selective scan, cou
 gave fvcore handlers for theirs; that count is the model's `paper_mac_terms`.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch.overrides import TorchFunctionMode
 
 from ..models.dit import Denoiser
 from ..models.inner_mixer import KeyNorm
-from . import build
-from .flops import Cost, OperatorCounter
+from .counter import OperatorCounter
 
 _PER_OUTPUT = {"bilinear": 4, "nearest": 1}  # mode of an interpolation -> operations per output
 
 
-def fvcore_terms(counted: Cost, name: str, options: Mapping[str, Any], image_size: tuple[int, int]) -> dict[str, int]:
-    """Return the terms of fvcore's count for one image of (H, W) pixels: `multiply_adds`, `norms`, `interpolation`.
-
-    `counted` is the model's `flops.cost`, whose multiply-adds are taken over. For a denoiser, (H, W) is the size of its
-    input, which for a denoiser of latents is the size of the latents.
-    """
-    model = build.build_eval_model(name, options, image_size, fused=False, device="meta")
-    return {"multiply_adds": counted.macs, **count_extras(model, image_size)}
-
-
 def count_extras(model: torch.nn.Module, image_size: tuple[int, int]) -> dict[str, int]:
-    """Count fvcore's additional operations in a forward pass of one (H, W) image, on the model's own device."""
+    """Count `norms` and `interpolation`, which fvcore adds in a forward pass of one (H, W) input.
+
+    It runs on the model's own device. The input of a denoiser of latents has the size of the latents.
+    """
     device = next(model.parameters()).device
     if isinstance(model, Denoiser):
         numbers = torch.zeros(1, dtype=torch.long, device=device)
@@ -46,7 +35,8 @@ def count_extras(model: torch.nn.Module, image_size: tuple[int, int]) -> dict[st
     counter = _ExtrasCounter()
 
     def count_keys(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
-        if module.kind == "instance":  # our code spells the norm out; the release calls one operator, which fvcore sees
+        """Count T5's norm of the keys: our code spells it out, the release calls one operator, which fvcore sees."""
+        if module.kind == "instance":
             counter.extras["norms"] += 4 * out.numel()
 
     hooks = [module.register_forward_hook(count_keys) for module in model.modules() if isinstance(module, KeyNorm)]
@@ -58,6 +48,8 @@ def count_extras(model: torch.nn.Module, image_size: tuple[int, int]) -> dict[st
 
 
 class _ExtrasCounter(OperatorCounter):
+    """A counter whose `extras` are what fvcore adds for norms; `interpolation` is left to `_InterpolationCounter`."""
+
     def __init__(self) -> None:
         super().__init__()
         self.extras = {"norms": 0, "interpolation": 0}
@@ -74,7 +66,10 @@ class _ExtrasCounter(OperatorCounter):
 
 
 class _InterpolationCounter(TorchFunctionMode):
-    """A counter of interpolations at the Python call: PyTorch decomposes the operator once its compiler is loaded."""
+    """A counter that adds to `extras["interpolation"]` at the Python call of `interpolate`.
+
+    A dispatch mode could miss it: once PyTorch's compiler is loaded, the operator is decomposed before it gets there.
+    """
 
     def __init__(self, extras: dict[str, int]) -> None:
         super().__init__()
@@ -84,6 +79,6 @@ class _InterpolationCounter(TorchFunctionMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if func is torch.nn.functional.interpolate:
-            mode = kwargs.get("mode", args[3] if len(args) > 3 else "nearest")
+            mode = kwargs.get("mode", args[3] if len(args) > 3 else "nearest")  # the fourth argument, and its default
             self.extras["interpolation"] += out.numel() * _PER_OUTPUT.get(mode, 0)
         return out

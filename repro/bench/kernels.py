@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,18 +29,19 @@ from .lanes import run_in_lanes
 from .unfinished import Unfinished, read_clock
 
 Row = dict[str, Any]
-LANES = 8  # the most processes that check at once
+_LANES = 8  # the most processes that check at once
 _WHERE = ("device", "commit", "torch", "triton", "measured")
-CHECK_COLUMNS = ("operator", "backend", "checks", "failed", "not_run", "failures", "nearest", "error", "limit", *_WHERE)
+_CHECK_COLUMNS = (*"operator backend checks failed not_run failures nearest error limit".split(), *_WHERE)
 CHECK_TYPES = {"checks": int, "failed": int, "not_run": int, "error": float, "limit": float}
-BENCH_NUMBERS = ("median_ms", "p20_ms", "p80_ms", "gb_per_s", "tflop_per_s", "share_of_copy_percent", "peak_memory_mib")
-BENCH_NUMBERS += ("gflop",)
-BENCH_COLUMNS = ("operator", "implementation", "passes", "sizes", "dtype", "status", "samples", "bytes", *BENCH_NUMBERS)
-BENCH_COLUMNS += ("reason", "peer_version", *_WHERE)
+_BENCH_NUMBERS = tuple(
+    "median_ms p20_ms p80_ms gb_per_s tflop_per_s share_of_copy_percent peak_memory_mib gflop".split()
+)
+_BENCH_COLUMNS = (*"operator implementation passes sizes dtype status samples bytes".split(), *_BENCH_NUMBERS)
+_BENCH_COLUMNS += ("reason", "peer_version", *_WHERE)
 # key of a size in a row -> its name in a printed line
 _PRINTED = {"tokens": "T", "heads": "heads", "head_dim": "D", "levels": "levels", "chunk_size": "chunk"}
 _PRINTED |= {"channels": "channels", "state_dim": "states"}
-BENCH_TYPES = dict.fromkeys(BENCH_NUMBERS, float) | {"samples": int, "bytes": int, "sizes": json.loads}
+_BENCH_TYPES = dict.fromkeys(_BENCH_NUMBERS, float) | {"samples": int, "bytes": int, "sizes": json.loads}
 
 
 def check_kernels(
@@ -67,7 +68,7 @@ def check_kernels(
         UserError: no such operator, or kernels that cannot run here.
         RunError: a check failed.
     """
-    chosen = find_operators(op)
+    chosen = _find_operators(op)
     import torch
 
     from kernels.tools import check, operators
@@ -91,15 +92,14 @@ def check_kernels(
         made = state.kept[cases.NAME].values()
         if first is not None and (failures := [row for row in made if row["passed"] is False]):
             raise RunError(f"kernels check: {format_check(failures[0])}")
-        if rows is None and first is not None and len(made) >= first:
-            continue
         if rows is None:
-            unfinished.append(cases.NAME)
+            if first is None or len(made) < first:
+                unfinished.append(cases.NAME)
             continue
         backend = f"triton{', interpreted' * operators.INTERPRETED}"
-        lines[cases.NAME] = _describe_place(paths, device) | {"backend": backend} | summarise_checks(rows)
+        lines[cases.NAME] = _describe_place(paths, device) | {"backend": backend} | _summarise_checks(rows)
         ordered = [lines[each] for each in operators.OPERATORS if each in lines]
-        write_csv(path, ordered, CHECK_COLUMNS)
+        write_csv(path, ordered, _CHECK_COLUMNS)
         state.kept.pop(cases.NAME)
         state.save()
         check.draw_case.cache_clear()
@@ -126,8 +126,18 @@ def _check_operator(cases: Any, device: Any, state: Unfinished, deadline: float,
 
     planned, rows = list(check.planned(cases, device)), state.kept.setdefault(cases.NAME, {})
     todo = [number for number in range(len(planned))[:first] if str(number) not in rows]
+
+    def died(number: int) -> Row:
+        return {
+            "operator": cases.NAME,
+            "check": f"number {number}",
+            "reason": "its process was killed",
+            "passed": False,
+        }
+
     if device.type == "cuda":
-        made = _check_in_lanes(deadline, cases.NAME, todo)
+        lanes = min(_LANES, usable_cores())
+        made = run_in_lanes(todo, partial(_check_one, cases.NAME), lanes, died, lambda: _left(deadline) <= 0)
     else:
         made = ((number, check.check_one(cases, *planned[number])) for number in todo if _left(deadline) > 0)
     for number, row in made:
@@ -137,9 +147,9 @@ def _check_operator(cases: Any, device: Any, state: Unfinished, deadline: float,
     return [rows[str(number)] for number in range(len(planned))] if len(rows) == len(planned) else None
 
 
-def summarise_checks(rows: Sequence[Row]) -> Row:
+def _summarise_checks(rows: Sequence[Row]) -> Row:
     """Summarise an operator's checks in a line: their number, the failed ones, and the error nearest to its limit."""
-    failures = [row for row in rows if row["passed"] is False]
+    failures = [row["check"] for row in rows if row["passed"] is False]
     shares = [
         (error / row["limits"][name], f"{name} in {row['check']}, {row['dtype']}", error, row["limits"][name])
         for row in rows
@@ -147,8 +157,7 @@ def summarise_checks(rows: Sequence[Row]) -> Row:
     ]
     _, nearest, error, limit = max(shares, default=(0.0, None, None, None), key=lambda share: share[0])
     line = {"operator": rows[0]["operator"], "checks": len(rows), "failed": len(failures)}
-    line |= {"not_run": sum(row["passed"] is None for row in rows)}
-    line |= {"failures": "; ".join(row["check"] for row in failures) or None}
+    line |= {"not_run": sum(row["passed"] is None for row in rows), "failures": "; ".join(failures) or None}
     return line | {"nearest": nearest, "error": error, "limit": limit}
 
 
@@ -167,17 +176,8 @@ def format_check(row: Mapping[str, Any]) -> str:
 
 
 def _sizes(row: Mapping[str, Any]) -> str:
+    """Write the sizes that a row of any operator has, as `T 196, D 64`."""
     return ", ".join(f"{printed} {row[key]}" for key, printed in _PRINTED.items() if key in row)
-
-
-def _check_in_lanes(deadline: float, op: str, numbers: Sequence[int]) -> Iterator[tuple[int, Row]]:
-    """Yield (number, row) of checks of `check.planned` on a GPU, several processes at a time."""
-
-    def died(number: int) -> Row:
-        return {"operator": op, "check": f"number {number}", "reason": "its process was killed", "passed": False}
-
-    lanes = min(LANES, usable_cores())
-    return run_in_lanes(numbers, partial(_check_one, op), lanes, died, lambda: _left(deadline) <= 0)
 
 
 def _check_one(op: str, number: int) -> tuple[Row, bool]:
@@ -197,8 +197,9 @@ def _check_one(op: str, number: int) -> tuple[Row, bool]:
     return row, False
 
 
-@functools.cache
+@functools.cache  # a worker asks once for each of its checks
 def _list_checks(op: str) -> list[Any]:
+    """Return the checks of `check.planned` on a GPU, which workers and the process that started them know by number."""
     import torch
 
     from kernels.tools import check, operators
@@ -230,7 +231,7 @@ def run_bench(
         UserError: no such operator, or no GPU.
         RunError: a check or a row of our own kernels failed.
     """
-    chosen = find_operators(op)
+    chosen = _find_operators(op)
     import torch
 
     from kernels.tools import bench, check, operators
@@ -252,6 +253,7 @@ def run_bench(
     wanted: list[tuple[str, str]] = []
 
     def is_done(name: str, key: str) -> bool:
+        """Tell whether a row of this series is there, and is no failure of our own kernels, which is tried again."""
         row = rows.get((name, key))
         return _is_since(row, since) and not (row["status"] == "failed" and row["implementation"] in bench.OURS)
 
@@ -276,13 +278,13 @@ def run_bench(
             row = bench.measure(cases, device, step, find=lambda key, name=cases.NAME: rows.get((name, key)))
             rows[cases.NAME, key] = row | place
             _write_bench(path, rows.values())
-            print(format_bench(row), flush=True)
+            print(_format_bench(row), flush=True)
     if not left:
         state.finish()
     # a failure in an earlier part of this series counts too
     found = [rows[what] for what in wanted if _is_since(rows.get(what), since)]
     if failed := [row for row in found if row["status"] == "failed" and row["implementation"] in bench.OURS]:
-        raise RunError(f"kernels bench: {len(failed)} rows failed, the first: {format_bench(failed[0])}")
+        raise RunError(f"kernels bench: {len(failed)} rows failed, the first: {_format_bench(failed[0])}")
     if left:
         print(f"time is up: the next call continues with the other {left} rows")
     return not left
@@ -342,6 +344,7 @@ def _read_own(paths: Paths, op: str | None, began: str) -> dict[str, Row]:
 
 
 def _show_times(row: Row) -> str:
+    """Show the median time in milliseconds with the range from 20 % to 80 % of the samples."""
     return f"{row['median_ms']:.3f} ({row['p20_ms']:.3f}, {row['p80_ms']:.3f})"
 
 
@@ -351,7 +354,7 @@ def _compare_times(before: Row, after: Row) -> str:
     return f"{before['median_ms'] / after['median_ms']:.2f}{'' if apart else ', open'}"
 
 
-def format_bench(row: Mapping[str, Any]) -> str:
+def _format_bench(row: Mapping[str, Any]) -> str:
     """Format a row of `bench.measure` as a line."""
     what = f"{row['operator']}, {_sizes(row)}, {row['passes']}, {row['implementation']}"
     if row["status"] != "ok":
@@ -366,19 +369,21 @@ def format_bench(row: Mapping[str, Any]) -> str:
 
 def read_bench(path: Path) -> list[Row]:
     """Read the rows of a file of results/speed/kernels; the sizes of each become keys of the row."""
-    return [row | (row.pop("sizes") or {}) for row in read_typed_csv(path, BENCH_TYPES)]
+    return [row | (row.pop("sizes") or {}) for row in read_typed_csv(path, _BENCH_TYPES)]
 
 
-def _write_bench(path: Path, rows: Any) -> None:
+def _write_bench(path: Path, rows: Iterable[Row]) -> None:
+    """Write rows in the form that `read_bench` reads: the sizes of all operators share one column, as JSON."""
     from kernels.tools.operators import OPERATORS
 
     def find_sizes(row: Row) -> str:
         return json.dumps({name: row[name] for name in vars(OPERATORS[row["operator"]].COMPARED)})
 
-    write_csv(path, [{**row, "sizes": find_sizes(row)} for row in rows], BENCH_COLUMNS)
+    write_csv(path, [{**row, "sizes": find_sizes(row)} for row in rows], _BENCH_COLUMNS)
 
 
 def _is_since(row: Row | None, since: str) -> bool:
+    """Tell whether there is a row that was measured since a time of `read_clock`."""
     return row is not None and (row["measured"] or "") >= since
 
 
@@ -388,7 +393,7 @@ def _describe_place(paths: Paths, device: Any) -> Row:
     return {"device": device_label(device), "commit": label_commit(paths.root), **versions, "measured": read_clock()}
 
 
-def find_operators(op: str | None) -> list[Any]:
+def _find_operators(op: str | None) -> list[Any]:
     """Return the cases of an operator; those of all operators for None.
 
     Raises:
@@ -410,6 +415,7 @@ def find_memory_ratio(rows: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def _deadline(minutes: float | None) -> float:
+    """Return the time of `time.monotonic` in so many minutes; None: never."""
     return math.inf if minutes is None else time.monotonic() + 60 * minutes
 
 

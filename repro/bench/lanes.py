@@ -29,9 +29,10 @@ def run_in_lanes(
         died: task -> result, called if the worker ended without one.
         is_late: tells whether the time is up; then no further task begins, and those left yield nothing.
     """
-    idle: list[ProcessPoolExecutor] = []
+    idle: list[ProcessPoolExecutor] = []  # threads need no lock: `pop` and `append` of a list are atomic
 
     def run(task: Any) -> tuple[Any, Any] | None:
+        """Run a task in an idle worker, or in a new one where none is idle; return None if it is too late to begin."""
         if is_late():
             return None
         try:

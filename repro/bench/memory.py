@@ -49,8 +49,10 @@ class _LiveStorages(TorchDispatchMode):
         return out
 
     def _free(self, key: int) -> None:
+        """Forget a storage when it is freed, since another may get its address."""
         self.now -= self.alive.pop(key)
 
     @staticmethod
     def _key(tensor: torch.Tensor) -> int:
+        """Return the address of a tensor's storage, which no other has while it is alive."""
         return tensor.untyped_storage()._cdata

@@ -13,7 +13,7 @@ from ..core.runtime import torch_dtype
 from .speed import time_in_turn
 
 _TOKENS = 6400  # 1280 x 1280 pixels
-REPEATS = 7
+_REPEATS = 7
 _COPY_BYTES = 2**28  # far beyond any cache
 _Case = tuple[Callable[[], Any], int]  # (a call of the operator, the bytes that it must at least read and write)
 
@@ -32,12 +32,15 @@ def measure_share(family: str, *, batch_size: int, device: str, dtype: str) -> f
 
 
 def _time_case(family: str, batch_size: int, device: str, dtype: str) -> tuple[int, dict[str, list[float]]]:
-    """Return the bytes of the operator's case, and the milliseconds of the operator and of the copy."""
+    """Return the bytes of the operator's case, and the milliseconds of the operator and of the copy.
+
+    Its tensors are freed when it returns, so that `measure_share` can give their memory back.
+    """
     step, op_bytes = RATED_OPERATORS[family](batch_size, device, torch_dtype(dtype))
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     with torch.inference_mode():
-        return op_bytes, time_in_turn({"op": step, "copy": lambda: target.copy_(source)}, device, REPEATS)
+        return op_bytes, time_in_turn({"op": step, "copy": lambda: target.copy_(source)}, device, _REPEATS)
 
 
 def _selective_scan_case(batch_size: int, device: str, dtype: torch.dtype) -> _Case:
@@ -50,8 +53,7 @@ def _selective_scan_case(batch_size: int, device: str, dtype: torch.dtype) -> _C
     A = -torch.arange(1.0, states + 1, device=device).expand(2, width, states).contiguous()
     D, bias = torch.ones(2, width, device=device), torch.full((2, width), -4.0, device=device)
     # the second u stands for the output, which has the same size
-    moved = sum(x.numel() * x.element_size() for x in (u, delta, B, C, z, u))
-    return lambda: selective_scan_bidir(u, delta, A, B, C, D, z, bias), moved
+    return lambda: selective_scan_bidir(u, delta, A, B, C, D, z, bias), sum(x.nbytes for x in (u, delta, B, C, z, u))
 
 
 def _bi_wkv_case(batch_size: int, device: str, dtype: torch.dtype) -> _Case:
@@ -59,7 +61,7 @@ def _bi_wkv_case(batch_size: int, device: str, dtype: torch.dtype) -> _Case:
     draw = _make_draw(device)
     k, v = (draw(batch_size, _TOKENS, 192, dtype=dtype) for _ in range(2))
     w, u = (draw(192) / _TOKENS for _ in range(2))
-    return lambda: bi_wkv(w, u, k, v), 3 * k.numel() * k.element_size()
+    return lambda: bi_wkv(w, u, k, v), 3 * k.nbytes  # k, v and the output
 
 
 def _routes_case(batch_size: int, device: str, dtype: torch.dtype) -> _Case:
@@ -70,7 +72,7 @@ def _routes_case(batch_size: int, device: str, dtype: torch.dtype) -> _Case:
     B, C = (draw(batch_size, _TOKENS, routes, 1, dtype=dtype) for _ in range(2))
     A = torch.full((routes, width, 1), -1.0, device=device)
     D, bias = torch.ones(routes, width, device=device), torch.full((routes, width), -4.0, device=device)
-    moved = sum(x.numel() * x.element_size() for x in (u, delta, B, C)) + 4 * delta.numel()
+    moved = sum(x.nbytes for x in (u, delta, B, C)) + 4 * delta.numel()
     options = {"reverse": (False, False, True, True), "full_precision": True}
     return lambda: selective_scan_routes(u, delta, A, B, C, D, None, bias, **options), moved
 
@@ -84,8 +86,8 @@ def _windows_case(batch_size: int, device: str, dtype: torch.dtype) -> _Case:
     B, C = (draw(windows, window, states, dtype=dtype) for _ in range(2))
     A = -torch.arange(1.0, states + 1, device=device).expand(width, states).contiguous()
     D, bias = torch.ones(width, device=device), torch.full((width,), -4.0, device=device)
-    moved = sum(x.numel() * x.element_size() for x in (u, delta, B, C, u))
-    return lambda: selective_scan(u, delta, A, B, C, D, None, bias), moved
+    # the second u stands for the output
+    return lambda: selective_scan(u, delta, A, B, C, D, None, bias), sum(x.nbytes for x in (u, delta, B, C, u))
 
 
 # family whose operator this project implements -> a case of it with `_TOKENS` tokens, at the width of size T

@@ -13,6 +13,7 @@ from .sweep import FAMILIES, IMAGE_SIZES, PAIR, PATCH_SIZE, SIZES, order_by_impo
 
 # the value of `model` in the rows of a backbone with its adapter; the option `backbone` names the backbone
 ADAPTER = "vit_adapter"
+# `first..last` or `first..last:step`
 _RANGE = re.compile(r"(\d+)\.\.(\d+)(?::(\d+))?")
 
 
@@ -101,34 +102,30 @@ class EfficiencyParams:
     warmup: int = bounded(2, ge=1)
     budget_s: float = bounded(120.0, gt=0)
 
-    @property
-    def models(self) -> list[tuple[str, str | None]]:
-        """Return (model, attention) of every row of an image size; attention is `fused`, `unfused` or None."""
-        pairs = [
-            ((pair.model, None), (pair.baseline, "unfused"), (pair.baseline, "fused")) for pair in self.sizes.values()
-        ]
-        return [*itertools.chain(*pairs), *((model, None) for model in self.others)]
-
     def specs(self, device_type: str, threads: int | None = None) -> list[RowSpec]:
         """Make the rows, one image size after the other, so that compared rows run close in time and drift together."""
-        return _make_specs(self, self.models, self.image_sizes, device_type, threads)
+        models: list[tuple[str, str | None]] = []
+        for pair in self.sizes.values():
+            models += [(pair.model, None), (pair.baseline, "unfused"), (pair.baseline, "fused")]
+        models += [(model, None) for model in self.others]
+        return _make_specs(self, models, self.image_sizes, device_type, threads)
 
 
 # the options of a sweep that depend on the device
-CPU_DEFAULTS = {"sizes": ("T",), "batch_size": 1, "dtype": "fp32", "minutes": 10.0}
-GPU_DEFAULTS = {"sizes": ("T", "S", "B"), "batch_size": 64, "dtype": "bf16", "minutes": None}
+_CPU_DEFAULTS = {"sizes": ("T",), "batch_size": 1, "dtype": "fp32", "minutes": 10.0}
+_GPU_DEFAULTS = {"sizes": ("T", "S", "B"), "batch_size": 64, "dtype": "bf16", "minutes": None}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SweepParams:
-    """The options of a sweep; None stands for the device's default, see `CPU_DEFAULTS` and `GPU_DEFAULTS`.
+    """The options of a sweep; None stands for the device's default, see `_CPU_DEFAULTS` and `_GPU_DEFAULTS`.
 
     Args:
         image_sizes: sides of square images in pixels.
         families: keys of `FAMILIES`, all measured at one image size before the next; None: all families, first those of
             `PAIR` at every image size, then the others.
         sizes: keys of `SIZES`.
-        batch_size, dtype, mode, compile, steps, warmup, budget_s: shared by all rows, see `repro.bench.speed.RowSpec`.
+        batch_size, dtype, mode, compile, budget_s: shared by all rows, see `repro.bench.speed.RowSpec`.
         minutes: time limit for all rows; rows that do not fit are left out and listed.
         runs: how often each row is measured, each time in a new process.
     """
@@ -142,15 +139,14 @@ class SweepParams:
     compile: bool | Literal["graphs"] = False
     minutes: float | None = None
     runs: int = 1
-    steps: int = 10
-    warmup: int = 2
     budget_s: float = 600.0
 
     def with_defaults(self, device_type: str) -> Self:
         """Return a copy with a device's defaults in place of None."""
-        defaults = CPU_DEFAULTS if device_type == "cpu" else GPU_DEFAULTS
-        given = {name for name in defaults if getattr(self, name) is not None}
-        return dataclasses.replace(self, **{name: defaults[name] for name in defaults.keys() - given})
+        defaults = _CPU_DEFAULTS if device_type == "cpu" else _GPU_DEFAULTS
+        return dataclasses.replace(
+            self, **{name: value for name, value in defaults.items() if getattr(self, name) is None}
+        )
 
     def plan(self, device_type: str, threads: int | None = None) -> list[list[RowSpec]]:
         """Make the rows in blocks of families; in a block, one image size after the other by `order_by_importance`.
@@ -178,20 +174,25 @@ class SweepParams:
             "--minutes": None if self.minutes is None else f"{self.minutes:g}",
             "--runs": self.runs if self.runs > 1 else None,
         }
-        texts = {
-            option: ",".join(map(str, value)) if isinstance(value, tuple) else value for option, value in given.items()
-        }
-        words = [f"{option} {text}" for option, text in texts.items() if text is not None]
+        words = ["repro efficiency"]
+        for option, value in given.items():
+            if value is not None:
+                words += [option, ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
         how = {False: [], True: ["--compile"], "graphs": ["--graphs"]}[self.compile]
-        return " ".join(["repro efficiency", *words, *how])
+        return " ".join([*words, *how])
 
 
 def _make_specs(
-    params: Any, models: list, image_sizes: Iterable[int], device_type: str, threads: int | None
+    params: EfficiencyParams | SweepParams,
+    models: list[tuple[str, str | None]],
+    image_sizes: Iterable[int],
+    device_type: str,
+    threads: int | None,
 ) -> list[RowSpec]:
-    """Make a row for each image size and (model, attention), with the fields that params and `RowSpec` share.
+    """Make a row for each image size and (model, `fused`, `unfused` or None), with the fields that both classes share.
 
-    They share them by name: if a field is renamed in one of the classes, every row silently has `RowSpec`'s default.
+    The classes of `params` and `RowSpec` share them by name: if a field is renamed in one of them, every row silently
+    has `RowSpec`'s default.
     """
     names = [field.name for field in dataclasses.fields(RowSpec) if hasattr(params, field.name)]
     shared = {name: getattr(params, name) for name in names} | {"device": device_type, "threads": threads}

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 Row = Mapping[str, Any]
 # rows that agree in these fields differ only in image and batch size
 _ALIKE = ("model", "options", "attention", "dtype", "mode", "compile", "device", "backend")
-MORE_WORK = 8.0  # `mark_host` compares two rows whose work, pixels times batch, differs at least by this factor
-AS_LONG = 1.25  # if their times differ at most by this factor, both are the host's
+_MORE_WORK = 8.0  # `mark_host` compares two rows whose work, pixels times batch, differs at least by this factor
+_AS_LONG = 1.25  # if their times differ at most by this factor, both are the host's
 # quantity of a row -> field of its range over the processes, in a row of `pool_runs`
 RANGES = {"latency_ms": "latency_range_ms", "peak_memory_mib": "peak_memory_range_mib"}
 HOST = "the host's time"
@@ -17,8 +17,9 @@ EMULATED = "emulated"  # status of a row whose dtype the processor has no units 
 UNKNOWN = "host's share not known"
 COMMAND = "repro efficiency --graphs"  # measures the GPU's time
 # a family whose operator reaches less than this share of a copy's bandwidth is not compared
-REQUIRED_SHARE_PERCENT = {"cpu": 20, "cuda": 30}
+_REQUIRED_SHARE_PERCENT = {"cpu": 20, "cuda": 30}
 ONE_PROCESS = "one process, no interval"
+_MISSED = 1 - 0.95  # share of the intervals of the median that may miss it
 
 
 class Ratio(NamedTuple):
@@ -45,6 +46,7 @@ def pool_runs(rows: Iterable[Row]) -> list[dict[str, Any]]:
 
 
 def _rank_runs(runs: Sequence[Row]) -> tuple[int, str]:
+    """Return (number of processes, time of the last one), the order in which `pool_runs` prefers a commit's rows."""
     return len(runs), max(row.get("measured") or "" for row in runs)
 
 
@@ -54,17 +56,14 @@ def _pool(runs: Sequence[Row]) -> dict[str, Any]:
     first = (measured or runs)[0]
     if not measured:
         return {**first, "processes": len(runs), **dict.fromkeys(RANGES.values())}
-    values = {key: [row[key] for row in measured] for key in RANGES}
-    known = {key: None not in found for key, found in values.items()}
-    medians = {key: statistics.median(found) if known[key] else None for key, found in values.items()}
-    ends = {key: (min(found), max(found)) if known[key] and len(found) > 1 else None for key, found in values.items()}
-    return {
-        **first,
-        "processes": len(measured),
-        **medians,
-        **{RANGES[key]: found for key, found in ends.items()},
-        "throughput_img_per_s": first["batch_size"] * 1e3 / medians["latency_ms"],
-    }
+    pooled = {**first, "processes": len(measured)}
+    for key, range_key in RANGES.items():
+        values = [row[key] for row in measured]
+        is_known = None not in values
+        pooled[key] = statistics.median(values) if is_known else None
+        pooled[range_key] = (min(values), max(values)) if is_known and len(values) > 1 else None
+    pooled["throughput_img_per_s"] = pooled["batch_size"] * 1e3 / pooled["latency_ms"]
+    return pooled
 
 
 def mark_host(rows: Iterable[Row]) -> list[dict[str, Any]]:
@@ -73,7 +72,7 @@ def mark_host(rows: Iterable[Row]) -> list[dict[str, Any]]:
     `rows` must be all rows of a device, before they are grouped: the evidence may be a row of another batch size.
 
     A small step on a GPU takes as long as the host needs to launch its kernels. A row's time is the host's if another
-    row of the same model and conditions differs in work by `MORE_WORK` or more, and in time by `AS_LONG` or less. For
+    row of the same model and conditions differs in work by `_MORE_WORK` or more, and in time by `_AS_LONG` or less. For
     other rows on a GPU the host's share is unknown, except with CUDA graphs, whose launches cost nothing.
     """
     listed = list(rows)
@@ -96,7 +95,7 @@ def bound_ratio(ours: Row, theirs: Row, key: str = "latency_ms") -> Ratio | None
 
 def find_slow_operator(row: Row) -> str | None:
     """Return the reason to give no ratio if our operator is so slow that it makes its family slow; else None."""
-    share, required = row.get("op_share_of_copy_percent"), REQUIRED_SHARE_PERCENT[row["device"].partition(":")[0]]
+    share, required = row.get("op_share_of_copy_percent"), _REQUIRED_SHARE_PERCENT[row["device"].partition(":")[0]]
     if share is None or share >= required:
         return None
     return f"its operator reaches {share:.0f} % of the bandwidth of a copy, and {required} % are required"
@@ -113,30 +112,32 @@ def _find_host(row: Row, rows: Sequence[Row]) -> str:
         return ""
 
     def is_partner(other: Row) -> bool:
+        """Tell whether a row of the same model has other work and yet takes as long."""
         if not other.get("latency_ms") or any(other.get(key) != row.get(key) for key in _ALIKE):
             return False
         (less, more), (shorter, longer) = map(
             sorted, zip(*((_count_work(each), each["latency_ms"]) for each in (row, other)), strict=True)
         )
-        return more >= MORE_WORK * less and longer <= AS_LONG * shorter
+        return more >= _MORE_WORK * less and longer <= _AS_LONG * shorter
 
     return HOST if any(map(is_partner, rows)) else UNKNOWN
 
 
 def _count_work(row: Row) -> int:
+    """Count the pixels of a step, to which its work is taken to be proportional."""
     height, width = row["image_size"]
     return row["batch_size"] * height * width
 
 
-def median_interval(samples: list[float], confidence: float = 0.95) -> tuple[float, float] | None:
-    """Return the distribution-free confidence interval of the median: the k-th smallest and the k-th largest sample.
+def median_interval(samples: list[float]) -> tuple[float, float] | None:
+    """Return the distribution-free 95 % interval of the median: the k-th smallest and the k-th largest sample.
 
-    k is the largest number with 2·P(Binomial(n, 1/2) < k) <= 1 - confidence. For n = 10 these are the 2nd and the 9th
-    sample. The result is None if no pair of samples reaches the confidence, which for 95 % needs 6 samples.
+    k is the largest number with 2·P(Binomial(n, 1/2) < k) <= 5 %. For n = 10 these are the 2nd and the 9th sample. The
+    result is None for fewer than 6 samples, since even the smallest and the largest one are then too near.
     """
     n = len(samples)
     tail, k = 0.0, 0
-    while k < n // 2 and 2 * (tail + math.comb(n, k) / 2**n) <= 1 - confidence:
+    while k < n // 2 and 2 * (tail + math.comb(n, k) / 2**n) <= _MISSED:
         tail += math.comb(n, k) / 2**n
         k += 1
     ordered = sorted(samples)

@@ -11,8 +11,14 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from ..core.csvfile import read_typed_csv, write_csv
 from ..core.paths import Paths
@@ -37,7 +43,7 @@ class Plan:
     model: str = "vittt_tiny_patch16_224"
     baseline: str = "deit_tiny_patch16_224"
     corners: tuple[Corner, ...] = ((1280, 64), (1280, 1), (224, 64), (224, 1))
-    dtype: str = "bfloat16"
+    dtype: torch.dtype = torch.bfloat16
     device: str = "cuda"
 
 
@@ -123,8 +129,6 @@ def probe_device(paths: Paths, minutes: float | None, began: str, plan: Plan | N
 
 def check_frozen(probe: ProbeLines) -> None:
     """Compare a frozen model with the plain path: in repeated calls, after another image size, and as a CUDA graph."""
-    import torch
-
     for side in sorted({side for side, _ in probe.plan.corners}):
         corner = side, 2
         plain, model, x = _build(probe, side, plain=True), _build(probe, side), _draw(probe, corner)
@@ -161,8 +165,6 @@ def time_reduced(probe: ProbeLines) -> None:
 
     The first one has the most work, behind which the host's time is hidden: a CUDA graph can gain nothing there.
     """
-    import torch
-
     for corner in probe.plan.corners[1:]:
         for name in (probe.plan.model, probe.plan.baseline):
             model, x = _build(probe, corner[0], name), _draw(probe, corner)
@@ -178,11 +180,8 @@ def time_reduced(probe: ProbeLines) -> None:
 
 def time_steps(probe: ProbeLines, *, compiled: bool = False) -> None:
     """Time a training step in autocast at the smallest image size and the largest batch: host, memory, kernels."""
-    import torch
-    import torch.nn.functional as F
-
     corner = min(side for side, _ in probe.plan.corners), max(batch for _, batch in probe.plan.corners)
-    dtype, mode = getattr(torch, probe.plan.dtype), "train, compiled" if compiled else "train"
+    mode = "train, compiled" if compiled else "train"
     for name in (probe.plan.model, probe.plan.baseline):
         model, x = _build(probe, corner[0], name, dtype=torch.float32).train(), _draw(probe, corner, torch.float32)
         labels = torch.arange(len(x), device=x.device) % model.num_classes
@@ -191,7 +190,7 @@ def time_steps(probe: ProbeLines, *, compiled: bool = False) -> None:
         network = torch.compile(model) if compiled else model
 
         def step(network=network, x=x, labels=labels, optimizer=optimizer) -> None:
-            with torch.autocast(x.device.type, dtype):
+            with torch.autocast(x.device.type, probe.plan.dtype):
                 out = network(x)
             F.cross_entropy(out.float(), labels).backward()
             optimizer.step()
@@ -202,25 +201,19 @@ def time_steps(probe: ProbeLines, *, compiled: bool = False) -> None:
             _say(probe, "peak_memory_mib", torch.cuda.max_memory_allocated() / 2**20, name, corner, mode)
 
 
-def time_compiled_training(probe: ProbeLines) -> None:
-    """Time the training step of `time_steps` under `torch.compile`."""
-    time_steps(probe, compiled=True)
-
-
 # (name, limit in seconds, function), the most important first, since a limit of the whole probe cuts the last ones
 PROBES: tuple[tuple[str, float, Callable[[ProbeLines], None]], ...] = (
     ("right", 90, check_frozen),
     ("inference", 90, time_inference),
     ("plain block", 30, time_plain),
     ("training", 60, time_steps),
-    ("training, compiled", 100, time_compiled_training),
+    ("training, compiled", 100, partial(time_steps, compiled=True)),
     ("reduce-overhead", 100, time_reduced),
 )
 
 
 def _time_inference(probe: ProbeLines, name: str, corner: Corner, mode: str) -> None:
-    import torch
-
+    """Time a model's forward pass as it is and as a CUDA graph; `mode` is `eager`, or `plain` without fused kernels."""
     model, x = _build(probe, corner[0], name, plain=mode == "plain"), _draw(probe, corner)
     if name == probe.plan.model and mode != "plain":
         model.freeze(graphs=0)
@@ -245,32 +238,31 @@ def _say_times(probe: ProbeLines, step: Callable[[], Any], name: str, corner: Co
 def _say(
     probe: ProbeLines, measure: str, value: float | None, name: str, corner: Corner, mode: str = "", **more: Any
 ) -> None:
+    """Write a line about a model at a corner; an empty `mode` writes none."""
     side, batch_size = corner
     probe.say(measure, value, model=name, image_size=side, batch_size=batch_size, mode=mode or None, **more)
 
 
-def _build(probe: ProbeLines, side: int, name: str = "", *, plain: bool = False, dtype: Any = None) -> Any:
-    import torch
-
+def _build(
+    probe: ProbeLines, side: int, name: str = "", *, plain: bool = False, dtype: torch.dtype | None = None
+) -> nn.Module:
+    """Build a model, by default the plan's own, with the same weights each time; `plain` is without fused kernels."""
     torch.manual_seed(0)
     model = build.build_eval_model(name or probe.plan.model, {}, (side, side), fused=True)
     for block in model.blocks if plain else ():
         block.is_fusible = False
-    return model.to(probe.plan.device, dtype or getattr(torch, probe.plan.dtype)).eval()
+    return model.to(probe.plan.device, dtype or probe.plan.dtype).eval()
 
 
-def _draw(probe: ProbeLines, corner: Corner, dtype: Any = None) -> Any:
-    import torch
-
+def _draw(probe: ProbeLines, corner: Corner, dtype: torch.dtype | None = None) -> Tensor:
+    """Draw the images of a corner; like `_build`, in the plan's dtype by default."""
     side, batch_size = corner
-    dtype = dtype or getattr(torch, probe.plan.dtype)
+    dtype = dtype or probe.plan.dtype
     return torch.randn(batch_size, 3, side, side, device=probe.plan.device, dtype=dtype)
 
 
 def _time(probe: ProbeLines, step: Callable[[], Any]) -> tuple[float, float]:
     """Return the median milliseconds of a step, and of the host's part, until the step is launched."""
-    import torch
-
     wait = torch.cuda.synchronize if probe.plan.device == "cuda" else lambda: None
     for _ in range(2):
         step()
@@ -290,16 +282,12 @@ def _time(probe: ProbeLines, step: Callable[[], Any]) -> tuple[float, float]:
 
 def _find_kernels(probe: ProbeLines, step: Callable[[], Any]) -> list[tuple[str, int, float]]:
     """Return (name, calls, milliseconds) of the slowest kernels of a step; on a CPU, of its operators."""
-    from torch.profiler import ProfilerActivity, profile
-
-    kind = ProfilerActivity.CUDA if probe.plan.device == "cuda" else ProfilerActivity.CPU
+    on_gpu = probe.plan.device == "cuda"
+    kind = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
     with profile(activities=[kind]) as seen:
         step()
-        if probe.plan.device == "cuda":
-            import torch
-
+        if on_gpu:
             torch.cuda.synchronize()
-    on_gpu = probe.plan.device == "cuda"
     found = [
         (each.key[:80], each.count, (each.self_device_time_total if on_gpu else each.self_cpu_time_total) / 1e3)
         for each in seen.key_averages()
@@ -307,10 +295,8 @@ def _find_kernels(probe: ProbeLines, step: Callable[[], Any]) -> list[tuple[str,
     return sorted(found, key=lambda each: -each[2])[:KERNELS]
 
 
-def _capture(model: Any, x: Any) -> tuple[Callable[[], None], Any]:
+def _capture(model: nn.Module, x: Tensor) -> tuple[Callable[[], None], Tensor]:
     """Capture a forward pass as a CUDA graph; return a function that replays it, and its output tensor."""
-    import torch
-
     for _ in range(3):  # compilation and autotuning are not allowed during a capture
         model(x)
     torch.cuda.synchronize()
@@ -320,7 +306,8 @@ def _capture(model: Any, x: Any) -> tuple[Callable[[], None], Any]:
     return graph.replay, out
 
 
-def _error(found: Any, expected: Any) -> float:
+def _error(found: Tensor, expected: Tensor) -> float:
+    """Return the Euclidean norm of the difference over that of the expected tensor."""
     return float((found - expected).norm() / expected.norm())
 
 
@@ -349,4 +336,5 @@ def describe_probes(folder: Path) -> str:
 
 
 def _show(line: dict[str, Any]) -> str:
+    """Show the value of a probe's line, or the reason why there is none."""
     return f"null: {line['reason']}" if line["value"] is None else f"{line['value']:.4g}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.csvfile import read_typed_csv, write_csv
-from ..core.errors import RunError, blame
+from ..core.errors import RunError, UserError, blame
 from ..core.record import installed_version, label_commit
 from ..core.runtime import explain_emulation
 from .flops import cost
@@ -24,19 +24,16 @@ Row = dict[str, Any]
 
 
 def _read_size(text: str) -> list[int]:
+    """Read `HxW` as [H, W]."""
     height, width = map(int, text.split("x"))
     return [height, width]
-
-
-def _read_compile(text: str) -> bool | str:
-    return text if text == "graphs" else {"True": True, "False": False}[text]
 
 
 # column -> function that parses it; the others are text
 TYPES = {
     "options": json.loads,
     "image_size": _read_size,
-    "compile": _read_compile,
+    "compile": {"True": True, "False": False, "graphs": "graphs"}.__getitem__,
     **dict.fromkeys(("batch_size", "run", "threads", "num_params"), int),
     **dict.fromkeys(
         ("latency_ms", "throughput_img_per_s", "peak_memory_mib", "macs_g", "op_share_of_copy_percent"), float
@@ -59,8 +56,7 @@ def read_rows(path: Path) -> list[Row]:
     rows = read_typed_csv(path, TYPES)
     for number, row in enumerate(rows, 2):
         if missing := [name for name in _NEEDED if row.get(name) is None]:
-            with blame(f"{path}: line {number}", ValueError):
-                raise ValueError(f"{missing[0]} is missing; measure again, or move the file away")
+            raise UserError(f"{path}: line {number}: {missing[0]} is missing; measure again, or move the file away")
     return rows
 
 
@@ -103,19 +99,18 @@ class Sheet:
         """Add a row, remove the old ones with the same key, write the file, and return the row as added."""
         added = {**row, "row": spec.row_id, "run": run, **self._here, "measured": read_clock()}
         key = row_key(vars(spec))
-        same_run = [
-            each for each in self.rows if row_key(each) == key and (each["run"] == run or not self._counts(each))
-        ]
-        self.rows = [each for each in self.rows if not any(each is other for other in same_run)] + [added]
-        self.rows.sort(key=_find_place)
+        kept = [each for each in self.rows if row_key(each) != key or (each["run"] != run and self._counts(each))]
+        self.rows = sorted([*kept, added], key=_find_place)
         write_rows(self.path, self.rows)
         return added
 
     def _counts(self, row: Row) -> bool:
+        """Tell whether a row is of this device and these threads, and was measured since `began`."""
         return row["device"] == self._here["device"] and (row["measured"] or "") >= self.began
 
 
 def _find_place(row: Row) -> tuple:
+    """Return the key by which the rows of a file are sorted."""
     return row["mode"], str(row["compile"]), row["dtype"], row["batch_size"], row["image_size"], row["row"], row["run"]
 
 
@@ -143,7 +138,7 @@ def measure_rows(
     run: int = 1,
     passes: int = 1,
     keep_failures: bool = True,
-    find_share: Callable[[str], float | None] = lambda family: None,
+    find_share: Callable[[str | None], float | None] = lambda family: None,
 ) -> None:
     """Measure every row that the sheet lacks and that fits into the time, and print a line for each.
 
@@ -165,8 +160,8 @@ def measure_rows(
         if row is not None:
             schedule.note(spec, row)
     for number, (spec, remaining_s) in enumerate(schedule.walk(todo, passes), 1):
-        share = find_share(find_family(vars(spec))[0] or "")
-        progress = f"{number} of {len(todo)}{format_remaining(remaining_s)}"
+        share = find_share(find_family(vars(spec))[0])
+        progress = f"{number} of {len(todo)}{_format_remaining(remaining_s)}"
         _measure(spec, sheet, schedule, run, progress, keep_failures, {"op_share_of_copy_percent": share})
 
 
@@ -195,14 +190,14 @@ def measure_pairs(specs: Sequence[RowSpec], sheet: Sheet, schedule: RowSchedule,
             batch_size //= 2
 
 
-def share_finder(*, batch_size: int, dtype: str, device: str) -> Callable[[str], float | None]:
+def share_finder(*, batch_size: int, dtype: str, device: str) -> Callable[[str | None], float | None]:
     """Return a function from family to `op_rate.measure_share` in percent; None for a family without such an operator.
 
     A share is measured and printed when it is asked for the first time, then cached; one that fails is None, too.
     """
 
     @cache
-    def find_share(family: str) -> float | None:
+    def find_share(family: str | None) -> float | None:
         if family not in RATED_OPERATORS:
             return None
         try:
@@ -217,7 +212,7 @@ def share_finder(*, batch_size: int, dtype: str, device: str) -> Callable[[str],
     return find_share
 
 
-def format_row(spec: RowSpec, row: Mapping[str, Any]) -> str:
+def _format_row(spec: RowSpec, row: Mapping[str, Any]) -> str:
     """Format a row of a sheet as a line."""
     if row["status"] != "ok":
         return f"{spec.row_id}: {row['status']} ({row['reason']})"
@@ -225,7 +220,7 @@ def format_row(spec: RowSpec, row: Mapping[str, Any]) -> str:
     return f"{spec.row_id}: {row['latency_ms']:.1f} ms, {row['throughput_img_per_s']:.2f} img/s{memory}"
 
 
-def format_remaining(seconds: float | None) -> str:
+def _format_remaining(seconds: float | None) -> str:
     """Format the expected time as the end of a phrase; empty if it is unknown."""
     if seconds is None:
         return ""
@@ -241,7 +236,10 @@ def _measure(
     keep_failures: bool = True,
     also: Mapping[str, Any] = {},
 ) -> None:
-    """Measure a row and add it to the sheet with the fields `also`, unless the time ends before it does."""
+    """Measure a row, add it to the sheet with the fields `also`, and print it, unless the time ends before it does.
+
+    `progress` begins the printed line; the other arguments are those of `measure_rows`.
+    """
     began = time.monotonic()
     emulation = explain_emulation(spec.dtype) if spec.device == "cpu" else None
     try:
@@ -253,4 +251,4 @@ def _measure(
         # one failed row must not end an hour of measuring
         row = unmeasured_row(spec, "failed", str(error).removeprefix(f"{spec.row_id}: "))
     if schedule.note(spec, row, time.monotonic() - began):
-        print(f"[{progress}] {format_row(spec, sheet.add(spec, run, {**row, **also}))}", flush=True)
+        print(f"[{progress}] {_format_row(spec, sheet.add(spec, run, {**row, **also}))}", flush=True)

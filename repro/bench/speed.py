@@ -33,7 +33,7 @@ from .pooling import median_interval
 SLOW_STEP_S = 2.0  # a model with a longer median step is timed over SLOW_STEPS steps only
 SLOW_STEPS = 3
 WARM_UP_S = 1.0
-SMALL_SIDE = 64  # pixels; side of the image that loads a CPU's libraries before the baseline of memory is read
+_SMALL_SIDE = 64  # pixels; side of the image that loads a CPU's libraries before the baseline of memory is read
 _ALLOCATION_ERRORS = ("can't allocate memory", "cannot allocate memory", "bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED")
 _OUT_OF_MEMORY = ("out of memory", "not enough memory", *_ALLOCATION_ERRORS)
 
@@ -151,7 +151,7 @@ def _open_context(device: str) -> BaseContext:
 
 @contextlib.contextmanager
 def _hide_script() -> Iterator[None]:
-    """Keep `multiprocessing` from importing this process's script again in processes started within the context."""
+    """Keep processes that start within the context from importing this script, `__main__`, and doing its work again."""
     script = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
@@ -251,6 +251,7 @@ def _answer(spec: RowSpec, sender: connection.Connection, messages: str) -> None
 
 
 def _run(spec: RowSpec) -> dict[str, Any]:
+    """Measure a row in this process; return the fields of `measure` that `_blank_row` lacks or leaves blank."""
     import torch
 
     from ..core.runtime import torch_dtype
@@ -266,9 +267,8 @@ def _run(spec: RowSpec) -> dict[str, Any]:
 
     def prepare(batch_size: int, image_size: tuple[int, int]) -> tuple[Any, Any]:
         torch.manual_seed(0)
-        model = build.build_eval_model(spec.model, spec.options, image_size, fused=spec.attention != "unfused").to(
-            device, dtype
-        )
+        model = build.build_eval_model(spec.model, spec.options, image_size, fused=spec.attention != "unfused")
+        model = model.to(device, dtype)
         if hasattr(model, "set_backend"):
             model.set_backend(spec.backend)
         # on a CPU, a compiled model does not support frozen weights
@@ -277,19 +277,16 @@ def _run(spec: RowSpec) -> dict[str, Any]:
         return model, torch.randn(batch_size, 3, *image_size).to(device, dtype)
 
     if spec.device == "cpu":
-        small = tuple(min(side, SMALL_SIDE) for side in spec.image_size)
+        small = tuple(min(side, _SMALL_SIDE) for side in spec.image_size)
         _load_libraries(lambda: prepare(1, small), spec.mode)
     baseline_kib = _status_kib("VmRSS")
     model, images = prepare(spec.batch_size, spec.image_size)
     backend = kernel_backend(model, dtype)
     kernel = _attention_kernel(model, images) if spec.attention == "fused" else "none"
-    modes = {"graphs": "reduce-overhead", True: None}
-    network = torch.compile(model, mode=modes[spec.compile]) if spec.compile else model
-    if spec.mode == "train":
-        samples, peak_mib, method = _sample(_training_step(model, network, images), device, spec, baseline_kib)
-    else:
-        with torch.inference_mode():
-            samples, peak_mib, method = _sample(lambda: network(images), device, spec, baseline_kib)
+    mode = "reduce-overhead" if spec.compile == "graphs" else None
+    network = torch.compile(model, mode=mode) if spec.compile else model
+    with torch.inference_mode(spec.mode == "infer"):
+        samples, peak_mib, method = _sample(_make_step(spec.mode, model, network, images), device, spec, baseline_kib)
     row = describe_samples(samples) | {
         "backend": backend,
         "attention_kernel": kernel,
@@ -313,24 +310,26 @@ def _load_libraries(prepare: Callable[[], tuple[Any, Any]], mode: str) -> None:
     """
     import torch
 
-    def run() -> None:
-        model, images = prepare()
-        step = (
-            _training_step(model, model, images) if mode == "train" else torch.inference_mode()(lambda: model(images))
-        )
+    model, images = prepare()
+    step = _make_step(mode, model, model, images)
+    with torch.inference_mode(mode == "infer"):
         for _ in range(2):
             step()
-
-    run()
+    del model, images, step
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # only glibc has malloc_trim
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _training_step(model: Any, network: Any, images: Any) -> Callable[[], None]:
-    """Make a training step: forward, backward and AdamW, whose moments take memory and hardly any time."""
+def _make_step(mode: str, model: Any, network: Any, images: Any) -> Callable[[], Any]:
+    """Make the step of a mode of `RowSpec`, for `infer` to run under inference mode.
+
+    `network` is `model`, maybe compiled. Training ends with AdamW, whose moments take memory and hardly any time.
+    """
     import torch
 
+    if mode == "infer":
+        return lambda: network(images)
     model.train()
     labels = torch.arange(len(images), device=images.device) % model.num_classes
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9)
@@ -368,6 +367,7 @@ def _sample(
 ) -> tuple[list[float], float | None, str]:
     """Return the milliseconds of each timed step, the peak memory in MiB, and how the peak was read.
 
+    `baseline_kib` is the resident memory before the model was built, which does not count; None: it is not known.
     On a CPU the peak is that of one step. Of CUDA graphs it is None: they take their memory at the capture, before it.
     """
     import torch
@@ -419,6 +419,7 @@ def _cpu_step_ms(step: Callable[[], Any]) -> float:
 
 
 def _cuda_step_ms(step: Callable[[], Any]) -> float:
+    """Return the milliseconds of a step on a GPU, between events, after all earlier work is done."""
     import torch
 
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -430,7 +431,7 @@ def _cuda_step_ms(step: Callable[[], Any]) -> float:
     return start.elapsed_time(end)
 
 
-STEP_TIMERS = {"cpu": _cpu_step_ms, "cuda": _cuda_step_ms}
+STEP_TIMERS = {"cpu": _cpu_step_ms, "cuda": _cuda_step_ms}  # device -> function that returns a step's milliseconds
 
 
 def _status_kib(field: str) -> int | None:
@@ -443,8 +444,7 @@ def _status_kib(field: str) -> int | None:
 def _reset_peak_rss() -> str:
     """Reset the peak of resident memory; return the method by which the peak will be read."""
     try:
-        # "5" resets VmHWM, see proc(5)
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # "5" resets VmHWM, see proc(5)
     except OSError:
         return "rss_peak_since_start"  # includes building the model
     return "rss_peak"

@@ -31,18 +31,11 @@ def describe_recipe(params: Any, facts: Mapping[str, Any]) -> tuple[dict[str, An
     """
     family = params.model.split("_")[0]
     declared = {package: load_yaml(Path(__file__).parent / package / "paper.yaml") for package in find_packages()}
+    packages = [name for name, paper in declared.items() if paper.get("primary") or family in paper.get("families", ())]
     # the primary paper comes last: it also compares families of other papers, whose recipes are not its own
-    packages = sorted(declared, key=lambda package: declared[package].get("primary", False))
-    packages = [
-        name for name in packages if declared[name].get("primary") or family in declared[name].get("families", ())
-    ]
+    packages.sort(key=lambda name: declared[name].get("primary", False))
     recipes = [importlib.import_module(f"{__name__}.{package}.recipe").PRINTED for package in packages]
     # a recipe with settings of a linearisation is for linearisations alone; the primary paper's has none, and fits always
     asked = {name for name in LINEARIZE if hasattr(params, name)}
     fitting = (printed for printed in recipes if asked >= {*LINEARIZE} & printed.find_values(params.model).keys())
     return describe(params, facts, next(fitting))
-
-
-def load_primary() -> Any:
-    """Return the `Paper` that results/tables.md is about."""
-    return next(iter(load_papers().values()))

@@ -9,7 +9,7 @@ from typing import Any
 from ..core.config import list_values
 
 TRAIN_IMAGES = 1_281_167  # of ImageNet-1K
-_RATES = ("optim.lr", "optim.warmup_lr", "optim.min_lr")
+_RATES = ("optim.lr", "optim.warmup_lr", "optim.min_lr")  # they hold for a batch of `optim.lr_batch_size`
 LINEARIZE = ("freeze", "new_lr_factor", "decay_all")  # settings of a linearisation alone
 PAPER_HAS = "the paper has {}"  # a source, see `Printed`
 # choices of this project, see `Printed.choices`
@@ -142,6 +142,7 @@ def find_departures(params: Mapping, resolved: Mapping, printed: Printed) -> lis
     ran = {"precision": resolved["precision"]["dtype"], "repeated augmentation": None, "seeds": [resolved["seed"]]}
     if flat["optim.warmup_steps"]:
         ran["optim.warmup_epochs"] = resolved["steps"]["warmup"] / resolved["steps"]["per_epoch"]
+    # what the params do not name counts as the recipe's (options) or as off (ema_decay); later entries win
     ours = {**options, "ema_decay": None, **flat, **ran, "init": flat.get("init.weights")}
     found = []
     if params["model"] not in printed.models:
@@ -185,6 +186,7 @@ def lines(resolved: Mapping, departures: list[str]) -> list[str]:
     """Return the recipe as aligned lines of text, then a line for each departure, or one line if there is none."""
 
     def listed(section: str, *names: str) -> str:
+        """List these names of a section with their values; without names, all of them."""
         return ", ".join(f"{name} {_show(resolved[section][name])}" for name in names or resolved[section])
 
     padded = resolved["transform"].get("crop_padding") is not None

@@ -8,8 +8,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from repro.bench import build
-from repro.bench.flops import OperatorCounter, cost, counted_macs
-from repro.bench.fvcore import count_extras, fvcore_terms
+from repro.bench.counter import OperatorCounter, counted_macs
+from repro.bench.flops import cost
+from repro.bench.fvcore import count_extras
 from repro.models.ttt_mixer import DESIGNS
 from tests.slow import slow
 
@@ -198,7 +199,7 @@ def test_single_layers_by_fvcore(layer, norms, interpolation, device):
 def test_models_of_the_papers_by_fvcore(name, width, tokens, giga):
     """Two LayerNorms in each of twelve blocks, and one after; a denoiser's, of latents' size, have no scale."""
     image_size, per_value = ((32, 32), 4) if name.startswith("dit3") else ((224, 224), 5)
-    counted = cost(name, {}, image_size)
-    terms, norms = fvcore_terms(counted, name, {}, image_size), 25 * tokens * width * per_value
+    counted = cost(name, {}, image_size, fvcore=True)
+    terms, norms = counted.fvcore_terms, 25 * tokens * width * per_value
     assert terms == {"multiply_adds": counted.macs, "norms": norms, "interpolation": 0}
     assert round(sum(terms.values()) / 1e9, 2) == giga

@@ -3,6 +3,7 @@
 import time
 
 import pytest
+import torch
 
 from repro.bench import probe
 from repro.bench.probe import Plan, ProbeLines, describe_probes, probe_device
@@ -14,7 +15,7 @@ NANO = Plan(
     model="vittt_nano_patch16_144",
     baseline="deit_nano_patch16_144",
     corners=((64, 2), (48, 1)),
-    dtype="float32",
+    dtype=torch.float32,
     device="cpu",
 )
 

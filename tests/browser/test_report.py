@@ -8,7 +8,7 @@ import pytest
 
 from repro.core.csvfile import read_csv
 from repro.core.paths import Paths
-from repro.papers import load_primary
+from repro.papers.vision_ttt.paper import PAPER as VISION_TTT
 from repro.report.pages import write_report
 from repro.report.paper import Paper
 from repro.report.results import Results
@@ -211,7 +211,7 @@ def test_each_paper_has_a_tab_and_links_open_theirs(browser, tmp_path):
     shutil.copytree(ROOT / "profiles", tmp_path / "profiles")
     for name in ("params.yaml", "dvc.yaml"):
         (tmp_path / name).write_text("stages: {}\n", encoding="utf-8")
-    papers = [load_primary(), Paper(id="other", name="Other", model="Other", ledger_file=ledger)]
+    papers = [VISION_TTT, Paper(id="other", name="Other", model="Other", ledger_file=ledger)]
     write_report(papers, Results(Paths(tmp_path), papers, {}))
     page = browser.new_page(viewport=DESKTOP)
     page.goto((tmp_path / "results" / "report.html").as_uri())

@@ -3,7 +3,8 @@
 import pytest
 
 from repro.bench.build import build_eval_model
-from repro.bench.flops import cost, counted_macs
+from repro.bench.counter import counted_macs
+from repro.bench.flops import cost
 from repro.models.fast_weights import LACT_STEPS
 from repro.models.inner import LOSSES, MODELS
 from tests.models.helpers import count, nano_name

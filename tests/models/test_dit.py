@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from repro.bench.build import build_eval_model
-from repro.bench.flops import OperatorCounter, cost
+from repro.bench.counter import OperatorCounter
+from repro.bench.flops import cost
 from repro.core.errors import UserError
 from repro.models.dit import Denoiser, DiTBlock, build_mixer, embed_positions, official_state_dict
 from repro.models.registry import build_denoiser

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from repro.bench.flops import OperatorCounter
+from repro.bench.counter import OperatorCounter
 from repro.core.errors import UserError
 from repro.models.hvit3 import HViT3, official_state_dict
 from repro.models.pyramid import build_pyramid

@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 
 from repro.bench.flops import cost
-from repro.bench.fvcore import fvcore_terms
 from repro.models.inner import InnerLoop, learn
 from repro.models.inner_mixer import LOOPS, InnerMixer, KeyNorm, attend_linearly
 from repro.models.neighbours import attend_to_neighbours, find_neighbours
@@ -69,8 +68,8 @@ def test_a_converted_model_of_the_release():
 def test_multiply_adds_of_the_release_by_hand():
     """As the release's authors count: fvcore with 5 per value of a LayerNorm and 4 of the keys' norm."""
     for options, macs in (({}, 1.3443e9), ({"inner": "2layer", "dwc": "none"}, 1.2495e9)):
-        row = TINY, options, (224, 224)
-        assert sum(fvcore_terms(cost(*row), *row).values()) == pytest.approx(macs, rel=1e-4)
+        counted = cost(TINY, options, (224, 224), fvcore=True)
+        assert sum(counted.fvcore_terms.values()) == pytest.approx(macs, rel=1e-4)
     assert cost(TINY, {"neighbours": 5}, (224, 224)).macs - cost(TINY, {}, (224, 224)).macs == 12 * 196 * 2 * 25 * 192
 
 

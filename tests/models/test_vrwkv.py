@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.bi_wkv.reference import bi_wkv_formula
-from repro.bench.flops import counted_macs
+from repro.bench.counter import counted_macs
 from repro.models.vrwkv import VRWKV, q_shift
 from tests.models.helpers import below, count, load_official, nano, read_data, relative, shaken
 

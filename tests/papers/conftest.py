@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from repro.bench.flops import cost
-from repro.bench.fvcore import fvcore_terms
 from repro.core.config import build, load_yaml
 from repro.core.paths import Paths
 from repro.report.claims import Report
@@ -63,10 +62,13 @@ def read_key(key: str) -> tuple[str, dict[str, Any], int]:
 def count_model(key: str) -> dict[str, Any]:
     """The row of `repro complexity` of a model of this project."""
     name, options, side = read_key(key)
-    counted = cost(name, options, (side, side))
-    fvcore = fvcore_terms(counted, name, options, (side, side))
+    counted = cost(name, options, (side, side), fvcore=True)
     row = {"model": name, "options": options, "image_size": [side, side], "method": "analytic"}
-    counts = {"num_params": counted.num_params, "macs_g": counted.macs_g, "macs_g_fvcore": sum(fvcore.values()) / 1e9}
+    counts = {
+        "num_params": counted.num_params,
+        "macs_g": counted.macs_g,
+        "macs_g_fvcore": sum(counted.fvcore_terms.values()) / 1e9,
+    }
     return row | counts
 
 

@@ -12,7 +12,8 @@ import pytest
 from repro.bench.rows import write_rows
 from repro.core.paths import Paths
 from repro.core.record import read_json, write_json, write_record, write_run
-from repro.papers import load_papers, load_primary
+from repro.papers import load_papers
+from repro.papers.vision_ttt.paper import PAPER as VISION_TTT
 from repro.report.claims import Report, judge_paper
 from repro.report.ledger import Ledger
 from repro.report.markdown import place_on_page
@@ -54,7 +55,7 @@ def visualized() -> dict:
 
 @pytest.fixture(scope="session")
 def paper() -> Paper:
-    return load_primary()
+    return VISION_TTT
 
 
 @pytest.fixture(scope="session")

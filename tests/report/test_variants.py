@@ -5,12 +5,11 @@ import re
 import pytest
 
 from repro.bench.flops import cost
-from repro.papers import load_primary
+from repro.papers.vision_ttt.paper import PAPER
 from repro.report.answer import verdict_blocks
 from repro.report.results import Missing
 from repro.report.variants import find_groups, find_last_scores, find_shown, list_ablations, plan_figures
 
-PAPER = load_primary()
 TABLES_AND_FIGURES = [table.place for table in PAPER.compared]
 OPTIONS = {name: {"design": name} for name in ("ttt_layer", "share_qk", "gating", "conv1d", "dual")}
 OPTIONS |= {name: {"pool": name} for name in ("head", "mid", "double", "max")}

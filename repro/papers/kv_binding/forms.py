@@ -23,6 +23,7 @@ _NAMES = {
     "vittt_dot": "Vittt, dot",
 }
 _MODELS = {"lact": "LaCT", "vittt": "Vittt"}
+# learner -> (colour, marker) in the figure; the others have no parallel form
 _STYLES = {
     "lact_v2": ("#E69F00", "o"),
     "lact_v3": ("#56B4E9", "s"),
@@ -66,7 +67,7 @@ def list_ratios(report: Report) -> str:
                     recurrent, parallel = (memory[learner, mode, row["tokens"], form] for form in _FORMS)
                     ratio = show_interval(row["ratio"], row["ratio_ci95"], ".2f")
                     cells[_NAMES[learner], row["tokens"]] = f"{ratio} ({parallel / recurrent:.1f}×)"
-                cells[_NAMES[learner], math.inf] = find_crossover(alike)
+                cells[_NAMES[learner], math.inf] = find_crossover(alike)  # the column after all lengths
             size = f"one image, {timed[0]['heads']} heads of {timed[0]['head_dim']}, chunks of"
             lengths = ", ".join(f"{_MODELS[model]} {chunk}" for model, chunk in chunks.items())
             blocks.append(f"### {words.capitalize()}, {size} {lengths} tokens; {describe_origin([source])}")
@@ -135,6 +136,7 @@ def find_side(tokens: int) -> int:
 
 
 def _require_forms(report: Report) -> list[Source]:
+    """Return the files of `_find_forms`; raise `Missing` without any."""
     if not (sources := _find_forms(report)):
         raise Missing("nothing is measured yet", _COMMAND)
     return sources

@@ -24,7 +24,7 @@ from ..identities import apply_delta_rule, choose, find_error
 
 _SEED, _TOKENS, _WIDTH = 0, 12, 8
 _CHUNK = 3  # tokens of a chunk
-_GRID = (1, _TOKENS)
+_GRID = (1, _TOKENS)  # rows and columns of the tokens; only convolutions read them
 _RATE = 1 / (3 * _TOKENS)  # s/N of ViT³'s heads
 
 
@@ -122,10 +122,10 @@ def reads_static_kernel(step: str) -> bool:
 
     There are twice as many queries as features, so a matrix S that fits all outputs exists only if this holds.
     """
-    loop, weights, (_, k, v), rates, momentum = _draw_lact(step)
+    drawn = _draw_lact(step)
     q = torch.randn(1, 1, 2 * _WIDTH, _WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    out = learn(loop, weights, q, k, v, _GRID, rates, momentum)
-    features = MODELS[loop.model].prepare(weights, q, _GRID)[-1]
+    out = learn(**drawn | {"q": q})
+    features = MODELS[drawn["loop"].model].prepare(drawn["weights"], q, _GRID)[-1]
     state = torch.linalg.lstsq(features[0, 0], out[0, 0]).solution
     return find_error(features @ state, out) < 1e-10
 
@@ -135,9 +135,10 @@ def parallel_error(step: str) -> float:
     """Return the largest error of a step's parallel form against the recurrent one, over outputs and gradients."""
     found = {}
     for form in ("parallel", "recurrent"):
-        loop, weights, tokens, rates, momentum = _draw_lact(step, order="before")
-        given = [tensor.requires_grad_() for tensor in (*weights, *tokens, rates, momentum) if tensor is not None]
-        out = fast_weights.learn(loop, weights, *tokens, _GRID, rates, momentum, form)
+        drawn = _draw_lact(step, order="before")
+        tensors = (*drawn["weights"], *(drawn[name] for name in ("q", "k", "v", "rates", "momentum")))
+        given = [tensor.requires_grad_() for tensor in tensors if tensor is not None]
+        out = fast_weights.learn(**drawn, form=form)
         cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
         gradients = torch.autograd.grad((out * cotangent).sum(), given, allow_unused=True)
         found[form] = [out.detach(), *(each for each in gradients if each is not None)]
@@ -153,11 +154,10 @@ def order_error(step: str, norm: str | None = None) -> float:
     keeps the step's own.
     """
     changes = {"momentum": False} | ({} if norm is None else {"norm": norm})
-    loop, weights, (q, k, v), rates, _ = _draw_lact(step, **changes)
+    drawn = _draw_lact(step, **changes)
     swapped = [*range(_CHUNK, 2 * _CHUNK), *range(_CHUNK), *range(2 * _CHUNK, _TOKENS)]
-    first = learn(loop, weights, q, k, v, _GRID, rates)
-    moved = None if rates is None else rates[:, :, swapped]
-    return find_error(learn(loop, weights, q, k[:, :, swapped], v[:, :, swapped], _GRID, moved), first)
+    moved = {name: drawn[name][:, :, swapped] for name in ("k", "v", "rates") if drawn[name] is not None}
+    return find_error(learn(**drawn | moved), learn(**drawn))
 
 
 @cache
@@ -184,7 +184,7 @@ def momentum_error(chunks: int, form: str) -> float:
     return find_error(found.double(), torch.stack(stated))
 
 
-def _draw_operands() -> tuple:
+def _draw_operands() -> tuple[Tensor, ...]:
     """Draw q, k, v (T, d), then three weights (d, d) with variance 1/d."""
     generator = torch.Generator().manual_seed(_SEED)
     tokens = torch.randn(3, _TOKENS, _WIDTH, generator=generator, dtype=torch.float64)
@@ -192,11 +192,11 @@ def _draw_operands() -> tuple:
     return *tokens, *weights
 
 
-def _draw_lact(step: str, **changes: Any) -> tuple:
-    """Draw the operands of a step of LaCT's ablation chain for one image and one head, with chunks of `_CHUNK` tokens.
+def _draw_lact(step: str, **changes: Any) -> dict[str, Any]:
+    """Draw the arguments of `learn` for a step of LaCT's ablation chain, with one image and one head.
 
-    Returns:
-        (loop, initial weights, (q, k, v), rates or None, momentum or None); q, k, v are (1, 1, T, d).
+    A chunk has `_CHUNK` tokens. `changes` are of `InnerLoop`. q, k and v are (1, 1, T, d); `rates` and `momentum` are
+    None where the step has none.
     """
     loop = InnerLoop(**{**fast_weights.LACT_STEPS[step], "chunk_size": _CHUNK, **changes})
     q, k, v, first, last, second = _draw_operands()
@@ -210,24 +210,25 @@ def _draw_lact(step: str, **changes: Any) -> tuple:
         momentum = torch.rand(1, 1, _TOKENS, generator=generator, dtype=torch.float64)
     weights = [first] if loop.model == "fc" else [first, second, last]
     start = [weight.mT[None].clone() for weight in weights]
-    return loop, start, tuple(x[None, None].clone() for x in (q, k, v)), rates, momentum
+    tokens = {name: x[None, None].clone() for name, x in (("q", q), ("k", k), ("v", v))}
+    return {"loop": loop, "weights": start, **tokens, "grid": _GRID, "rates": rates, "momentum": momentum}
 
 
 def _negated_loss() -> tuple:
-    outs = []
-    for step, sign in (("ascent", 1), ("own", -1)):
-        loop, weights, (q, k, v), rates, momentum = _draw_lact(step)
-        outs.append(learn(loop, weights, q, k, sign * v, _GRID, rates, momentum))
-    return tuple(outs)
+    """Run LaCT with ascent on its loss, and with descent and −v."""
+    ascending, descending = _draw_lact("ascent"), _draw_lact("own")
+    return learn(**ascending), learn(**descending | {"v": -descending["v"]})
 
 
 def _zero_start() -> tuple:
-    loop, weights, tokens, _, _ = _draw_lact("v6", chunk_size=1, order="after")
+    """Run one linear layer from zero with a step after each token, and causal linear attention."""
+    drawn = _draw_lact("v6", chunk_size=1, order="after")
     q, k, v, *_ = _draw_operands()
-    return learn(loop, [0 * weights[0]], *tokens, _GRID)[0, 0], (q @ k.mT).tril() @ v
+    return learn(**drawn | {"weights": [0 * drawn["weights"][0]]})[0, 0], (q @ k.mT).tril() @ v
 
 
 def _delta_rule() -> tuple:
+    """Run our loop with chunks of one token and rates of 1, and the delta rule, with keys of length 1."""
     q, k, v, W, *_ = _draw_operands()
     k = k / k.norm(dim=-1, keepdim=True)
     ones = torch.ones(1, _TOKENS, 1, dtype=q.dtype), torch.ones(1, dtype=q.dtype)
@@ -251,6 +252,7 @@ def _gated_unit(rate: float, damping: bool = False) -> tuple:
 
 
 def _convolution() -> tuple:
+    """Compute ViT³'s depth-wise 3×3 learner, and attention between the windows around the tokens."""
     q, k, v, *_ = _draw_operands()
     grid = (3, 4)
     kernel = torch.randn(_WIDTH, 1, 3, 3, generator=torch.Generator().manual_seed(1), dtype=q.dtype)
@@ -267,22 +269,23 @@ def _convolution() -> tuple:
 
 
 def _norm_of_static() -> tuple:
+    """Apply LaCT's norm, which gives each row its initial length again, to weights that did not learn."""
     *_, W = _draw_operands()
     norms = W.norm(dim=-1, keepdim=True)
     return W / (norms + NORM_EPS) * norms, W
 
 
 def _rate_in_value() -> tuple:
-    loop, weights, (q, k, v), rates, momentum = _draw_lact("v3")
-    without, *_ = _draw_lact("v4")
-    outs = learn(loop, weights, q, k, v, _GRID, rates, momentum)
-    return learn(without, weights, q, k, v * rates, _GRID, None, momentum), outs
+    """Run LaCT without rates on values times the rates, and with rates."""
+    drawn = _draw_lact("v3")
+    absorbed = {"loop": _draw_lact("v4")["loop"], "v": drawn["v"] * drawn["rates"], "rates": None}
+    return learn(**drawn | absorbed), learn(**drawn)
 
 
 def _v6_of_lact() -> tuple:
-    loop, weights, tokens, _, _ = _draw_lact("v6")
+    """Run step V6 of LaCT, and compute q(W + Σ kᵀv)."""
     q, k, v, W, *_ = _draw_operands()
-    return learn(loop, weights, *tokens, _GRID)[0, 0], q @ (W.mT + k.mT @ v)
+    return learn(**_draw_lact("v6"))[0, 0], q @ (W.mT + k.mT @ v)
 
 
 def _v6_of_vit3(step: str, factor: float, values: Callable[[Tensor, Tensor, Tensor], Tensor]) -> tuple:
@@ -323,10 +326,9 @@ def _unroll_mlp(tokens: int, momentum: bool) -> tuple:
 
 def _multiply_decays(alpha: Tensor) -> Tensor:
     """Return the products α_{i+1} ... α_j as [i, j], with 0 for j < i, (T) -> (T, T)."""
-    beta = torch.zeros(len(alpha), len(alpha), dtype=alpha.dtype)
+    beta = torch.eye(len(alpha), dtype=alpha.dtype)
     for i in range(len(alpha)):
-        for j in range(i, len(alpha)):
-            beta[i, j] = torch.prod(alpha[i + 1 : j + 1])
+        beta[i, i + 1 :] = alpha[i + 1 :].cumprod(0)
     return beta
 
 
@@ -351,6 +353,7 @@ def _recur_lact(muon: bool, rates: bool = True) -> tuple:
 
 
 def _eq1(repaired: bool) -> tuple:
+    """Compute Eq. 1, as printed or `repaired` (see `lact_error`), and LaCT's recurrence with Muon."""
     found, (q, k, v, start, eta, beta, shape) = _recur_lact(muon=True)
     stated = []
     for t in range(_TOKENS):
@@ -372,6 +375,7 @@ def _coefficient(kind: str) -> tuple:
     return q @ start + ((q @ k.mT) * weights.mT.tril()) @ v, found
 
 
+# name in `identity_error` -> function that computes both sides, (ours, the side that the paper states)
 _IDENTITIES: dict[str, Callable[[], tuple]] = {
     "negated_loss": _negated_loss,
     "zero_start": _zero_start,
@@ -387,6 +391,7 @@ _IDENTITIES: dict[str, Callable[[], tuple]] = {
     "v6_derived": partial(_v6_of_vit3, "v6", _RATE, lambda k, v, W: v),
     "v6_as_run_repaired": partial(_v6_of_vit3, "v6_as_run", _RATE, lambda k, v, W: v * (k @ W)),
 }
+# the same for `lact_error`
 _OF_LACT: dict[str, Callable[[], tuple]] = {
     "eq1": partial(_eq1, repaired=False),
     "eq1_repaired": partial(_eq1, repaired=True),

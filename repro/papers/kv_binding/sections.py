@@ -14,7 +14,7 @@ from ...report.results import Missing
 from ...report.variants import TOP1, Group, describe_elsewhere, find_groups
 from .forms import find_backbones, find_side
 
-_ROUNDING = 1e-12
+_ROUNDING = 1e-12  # the digits of smaller errors differ between processors
 # calls whose two sides are equal bit for bit on every processor; their error prints as 0
 _EXACT = (Call("identity_error", ("negated_loss",)), Call("mirrored_training_error", ()))
 _NAMES = {"vit3": "ViT³", "lact": "LaCT", "vittt": "Vittt"}
@@ -125,6 +125,7 @@ def weigh_learners(report: Report) -> str:
         words = [pair and pair.name_side("better", "worse") for pair in found]
         tested = [f"{pair.show(1)}, {word}" if pair else "–" for pair, word in zip(found, words, strict=True)]
         ms, form = min((row["latency_ms"], form) for (name, form), row in times.items() if name == step)
+        # a loss or a gain on any data set counts more than "not separated" on the others
         word = next((each for each in ("worse", "better", *words) if each in words and each), "not trained")
         verdict = f"{'faster' if ms < own_ms else slower}, {word}"
         rows.append([code(step), *tested, form, number(ms / own_ms, ".2f"), verdict])
@@ -152,7 +153,7 @@ def _find_model(group: Group) -> str:
 
 
 def _compare(group: Group) -> dict[str, Pair]:
-    """Return variant -> its difference to the unchanged model; empty if they have no seed in common."""
+    """Return variant -> its difference to the unchanged model, as `CHANGES` orders them; empty without common seeds."""
     base = f"{_find_model(group)}_own"
     top1 = {name: source.by_seed(TOP1) for name, source in group.variants.items()}
     listed = sorted(top1, key=lambda name: [*CHANGES].index(name.partition("_")[2]))
@@ -192,7 +193,7 @@ def list_probes(report: Report) -> str:
 
 def count_probed(report: Report, what: str) -> int:
     """Count the probes with more inner steps: all `rows`, or those with a `lower` loss, a `worse` score, or `both`."""
-    counts = dict.fromkeys(("rows", "lower", "worse", "both"), 0)
+    counted = []
     for source in _find_probes(report):
         if not source.metrics["probe"].startswith("steps="):
             continue
@@ -200,12 +201,12 @@ def count_probed(report: Report, what: str) -> int:
         lower = after["inner_loss_after"] < before["inner_loss_after"]
         was, became = (share_interval(each[TOP1], each["held_out_images"]) for each in (before, after))
         worse = became[1] < was[0]  # the 95 % intervals over the images do not overlap
-        for name, holds in {"rows": True, "lower": lower, "worse": worse, "both": lower and worse}.items():
-            counts[name] += holds
-    return counts[what]
+        counted.append({"rows": True, "lower": lower, "worse": worse, "both": lower and worse}[what])
+    return sum(counted)
 
 
 def _find_probes(report: Report) -> list[Source]:
+    """Return the records of probes that change an inner learner of a trained model, sorted for the table."""
     missing = "nothing is probed yet", "repro explain --probe steps=4 --weights WEIGHTS"
     found = report.results.require(lambda source: {"probe", "probed"} <= source.metrics.keys(), *missing)
     return sorted(found, key=lambda source: [source.metrics[key] for key in ("model", "data", "probe")])

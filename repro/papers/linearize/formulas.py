@@ -103,6 +103,7 @@ def _fill(mixer: InnerMixer) -> None:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute softmax attention without the scale d^-½, as the text writes it."""
     return F.scaled_dot_product_attention(q, k, v, scale=1.0)
 
 
@@ -138,6 +139,7 @@ def _shifted_gradient(_: Tensor, k: Tensor, v: Tensor, delta: Tensor) -> tuple:
     W1, W2 = torch.randn(2, 8, 8, generator=generator, dtype=torch.float64)
 
     def slope(z: Tensor) -> Tensor:
+        """Compute SiLU'(z)."""
         return torch.sigmoid(z) * (1 + z * (1 - torch.sigmoid(z)))
 
     def gradient(keys: Tensor) -> Tensor:
@@ -157,6 +159,7 @@ def _instance_norm(_: Tensor, k: Tensor, __: Tensor, ___: Tensor) -> tuple:
 
 def _half_neighbours(q: Tensor, k: Tensor, v: Tensor, _: Tensor) -> tuple:
     def mix(neighbours: int) -> Tensor:
+        """Run a mixer with neighbourhood attention in windows of so many tokens a side; 0: without it."""
         mixer = InnerMixer(q.shape[-1], 1, "swiglu", "instance", neighbours=neighbours).double()
         _fill(mixer)
         with torch.no_grad():
@@ -168,6 +171,7 @@ def _half_neighbours(q: Tensor, k: Tensor, v: Tensor, _: Tensor) -> tuple:
     return mix(wide), 0.5 * mix(0) + 0.5 * near
 
 
+# name -> function of what `_draw` returns: (our side of the equation, the side that the text states)
 _IDENTITIES = {
     "two_layers": _two_layers,
     "single_layer": _single_layer,

@@ -18,7 +18,7 @@ from ...report.records import (
     warn_of_seeds,
 )
 
-_UNTRAINED = "untrained_top1_percent"
+_UNTRAINED = "untrained_top1_percent"  # before the training; only records of linearisations have it
 _COMMAND = "repro explain --map attention --data digits --weights STUDENT --teacher SOFTMAX_MODEL"
 _SCRATCH = "repro profile use digits && dvc repro ablate@t5_nano_digits_scratch_5e_5s"
 
@@ -39,17 +39,20 @@ def list_students(report: Report) -> str:
     )
 
     def find_data(each: Source) -> list:
+        """Return the images on which a record's accuracy was measured."""
         return [each.metrics[key] for key in ("data", "split", "held_out_images")]
 
     def find_setting(each: Source) -> tuple:
+        """Return the teacher and the images, which the students of one table share."""
         return each.metrics["init"]["weights_hash"], *find_data(each)
 
-    def name(each: Source) -> tuple:
+    def find_student(each: Source) -> tuple:
+        """Return what tells apart the students of a table."""
         return *find_setting(each), _name_student(each), each.metrics.get("freeze", False), each.metrics["steps"]
 
     header = ["student", "trained", "steps", "seeds", "before training", "top-1", "of the teacher's", "measured on"]
     blocks: list[str] = []
-    for (init, *data), alike in group_by(keep_best(found, name), find_setting).items():
+    for (init, *data), alike in group_by(keep_best(found, find_student), find_setting).items():
         students = sorted(alike, key=lambda each: -each.metrics[TOP1])
         teacher = next((each for each in sources if each.most_seeds and each.metrics["weights_hash"] == init), None)
         m = students[0].metrics
@@ -175,4 +178,5 @@ def weigh_inheritance(report: Report) -> str:
 
 
 def _show_score(source: Source) -> str:
+    """Show the mean Top-1 over the seeds with its interval."""
     return show_mean(source, TOP1, ".1f", " %", is_share=True)

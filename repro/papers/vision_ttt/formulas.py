@@ -108,9 +108,12 @@ def table3_step_g(design: str) -> Fraction:
     return Fraction((weights - table3_weights(before)) * _TABLE3_TOKENS, 10**9)
 
 
-def score_tensors_gb(heads: int, tokens: int, tensors: int = 1, batch: int = 64) -> Fraction:
-    """Return the GB (1e9 bytes) of one layer's fp16 attention scores; an out-of-place softmax holds two `tensors`."""
-    return Fraction(2 * tensors * batch * heads * tokens**2, 10**9)
+def score_tensors_gb(heads: int, tokens: int, tensors: int = 1) -> Fraction:
+    """Return the GB (1e9 bytes) of one layer's fp16 attention scores for the paper's 64 images of a batch.
+
+    An out-of-place softmax holds two `tensors`.
+    """
+    return Fraction(2 * tensors * 64 * heads * tokens**2, 10**9)
 
 
 def padded_tokens(width: int, height: int) -> int:

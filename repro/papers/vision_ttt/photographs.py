@@ -120,6 +120,7 @@ def judge_pairs(question: Mapping[str, Any], models: Mapping[str, Model]) -> lis
         [(first, second) for first, second in question.get(kind, ())] for kind in ("pairs", "not_worse", "shown")
     )
     top1 = {name: models[name].top1 for name in _list_models(question)}
+    # the least standard deviation that is distinguished from 0: scores are rounded to whole images
     least = round_off(next(found["images"] for name in top1 for found in models[name].seeds.values()))
     unpaired = holm([_test_unpaired(models[first], models[second]) for first, second in asked])
     welch = dict(zip(asked, unpaired, strict=True))
@@ -243,6 +244,7 @@ def count_trainings(report: Report) -> str:
 
 
 def _list_accuracies(models: Mapping[str, Model]) -> str:
+    """Tabulate each model's search, and its Top-1, parameters, multiply-adds and core-hours once it has a seed."""
     rows, grid = [], load_photographs()["search"]["rates"]
     for name, model in models.items():
         row = [name, _show_rates(model.trials, grid), len(model.trials), len(model.seeds)]
@@ -272,6 +274,7 @@ def _show_rates(trials: Mapping[float, float], grid: Sequence[float]) -> str:
 
 
 def _list_judged(question: Mapping[str, Any], judged: Sequence[Judged], ledger: Ledger) -> list[str]:
+    """Write the verdicts of a question in a sentence and as a table, with the question's own remarks in `differs`."""
     words = [f"{each.first} against {each.second}: {each.word}" for each in judged]
     says = f"After 6 epochs, at rates chosen with one seed: {'; '.join(words)}."
     rows, differs = [], question.get("differs")

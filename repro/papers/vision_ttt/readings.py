@@ -17,10 +17,7 @@ from ...report.ledger import Ledger, load_ledger
 
 _FILE = Path(__file__).with_name("readings.yaml")
 _LEDGER_FILE = Path(__file__).with_name("ledger.yaml")
-_DESIGNS = ("ttt_layer", "share_qk", "gating", "conv1d", "dual", "conv2d")
 _SIZES = {"t": "vittt_tiny_patch16_224", "s": "vittt_small_patch16_224", "b": "vittt_base_patch16_224"}
-
-
 # switches, or values of them, that change variants only and leave Vittt itself the same model
 _SAME_VITTT = {"conv1d_arrival", "dwconv_class_tokens", "positions=patches_and_class"}
 
@@ -49,6 +46,8 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _File:
+    """The content of readings.yaml, whose hash is part of the record's identity."""
+
     choices: tuple[Choice, ...]
 
 
@@ -71,9 +70,7 @@ def pair_readings(texts: Iterable[str]) -> list[str]:
 
 def list_trained() -> dict[str, str]:
     """Return name -> text of the readings that change Vittt itself and not only its variants, with `ours` first."""
-    texts = [
-        text for text in list_alternatives() if text not in _SAME_VITTT and text.partition("=")[0] not in _SAME_VITTT
-    ]
+    texts = [text for text in list_alternatives() if _SAME_VITTT.isdisjoint((text, text.partition("=")[0]))]
     return {"ours": ""} | {text.replace("=", "_"): text for text in texts}
 
 
@@ -87,12 +84,12 @@ def count_reading(reading: Any) -> dict[str, dict[str, float]]:
     """
     params, macs, dwconv = {}, {}, {}
     for name, model in _build_models().items():
-        read = copy.copy(model)
+        read = copy.copy(model)  # the same weights; only `reading` differs
         read.reading = reading
         terms = read.param_terms()
         params[name], dwconv[name] = sum(terms.values()) / 1e6, terms["dwconv"] / 1e6
         macs[name] = sum(read.mac_terms((224, 224)).values()) / 1e9
-    rows = {f"table3.{name}": name for name in _DESIGNS} | {f"table1.vittt_{size}": size for size in "sb"}
+    rows = {(f"table1.vittt_{name}" if name in _SIZES else f"table3.{name}"): name for name in macs}
     counted = {f"{row}.params_m": params[name] for row, name in rows.items()}
     counted |= {f"text.4_3.dwconv_params_{size}": dwconv["conv2d" if size == "t" else size] for size in "tsb"}
     counted["text.5_4.share_params_t"] = params["ttt_layer"] - params["share_qk"]
@@ -155,7 +152,8 @@ def _build_models() -> dict[str, Any]:
     import torch
 
     from ...models.registry import build_model
+    from ...models.ttt_mixer import DESIGNS
 
     with torch.device("meta"):
-        designs = {name: build_model(_SIZES["t"], design=name) for name in _DESIGNS}
+        designs = {name: build_model(_SIZES["t"], design=name) for name in DESIGNS}
         return designs | {size: build_model(_SIZES[size]) for size in "sb"}

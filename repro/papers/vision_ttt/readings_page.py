@@ -58,6 +58,7 @@ def describe_choices(report: Report) -> str:
 
 
 def _describe_choice(choice: Choice | FixedChoice, taken: str, instead: str) -> list[str]:
+    """Return the blocks of one choice; `taken` and `instead` are its value and its alternatives in words."""
     return [
         f"### {choice.asks}",
         bullets(f"{strong(place)}: {text}." for place, text in choice.says) or "The paper says nothing.",
@@ -114,7 +115,7 @@ def count_fits(report: Report, what: str) -> int:
         "params_entries": fits["params_entries"],
         "macs_entries": fits["macs_entries"],
     }
-    return found[what] if what in found else ours[what]
+    return (ours | found)[what]
 
 
 def name_rounded(report: Report) -> str:
@@ -154,6 +155,7 @@ def describe_trained(report: Report) -> str:
 
 
 def _find_fits(report: Report) -> Mapping[str, Any]:
+    """Return the metrics of the stage `readings`, see `readings.fit_readings`."""
     asked = "nothing is counted yet", "dvc repro readings"
     return report.results.require(lambda source: source.stage == "readings", *asked)[0].metrics
 

@@ -87,27 +87,33 @@ def list_findings(report: Report) -> str:
 
 
 def _of_gradients(m: Mapping[str, Any]) -> list[_Finding]:
+    """Judge the statements on the gradients' magnitude over the tokens, before and after training."""
     before, after = m["gradient_magnitude"]["before"], m["gradient_magnitude"]["after"]
     shares = [each["top30_share_percent"] for each in (before, after)]
     uniform = "the gradients are relatively uniform before training, and stand out after it"
     held = f"the top 30 % of the tokens hold {shares[0]:.0f} % of the gradient before, {shares[1]:.0f} % after"
+    spread = uniform, held, shares[1] > shares[0] or NOT_SEEN
     semantic = "after training, the tokens with the largest gradients show the object"
     further = "and more so than before"
     # a record has this for digits alone, and only where some tokens lie after the first chunks
     if "later_percent" not in (after["ink"] or {}):
-        return [(uniform, held, shares[1] > shares[0] or NOT_SEEN), (semantic, "–", None), (further, "–", None)]
+        return [spread, (semantic, "–", None), (further, "–", None)]
     ink = [each["ink"]["later_top30_percent"] for each in (before, after)]
     everywhere = after["ink"]["later_percent"]
     on_ink = f"{ink[1]:.0f} % of them lie on ink, which {everywhere:.0f} % of all later tokens do"
     # the blank border of an enlarged digit holds no gradient before the training either
     return [
-        (uniform, held, shares[1] > shares[0] or NOT_SEEN),
+        spread,
         (semantic, on_ink, ink[1] > everywhere),
         (further, f"{ink[0]:.0f} % lay on ink before", ink[1] > ink[0] or NOT_SEEN),
     ]
 
 
 def _of_fields(m: Mapping[str, Any], unlearnt: Mapping[str, str]) -> list[_Finding]:
+    """Judge the statements on the receptive fields; none before the fields of all `_DESIGNS` are known.
+
+    The radii of `unlearnt` models (`_find_unlearnt`) are left out.
+    """
     fields = m["receptive_fields"]
     known = {name for name, field in fields.items() if field.get("radius_90_px") is not None}
     if not known.issuperset(_DESIGNS):
@@ -134,6 +140,7 @@ def _of_fields(m: Mapping[str, Any], unlearnt: Mapping[str, str]) -> list[_Findi
 
 
 def _of_losses(m: Mapping[str, Any]) -> list[_Finding]:
+    """Judge the statements on the inner reconstruction loss over the epochs whose weights were kept."""
     by_epoch = {int(name.removeprefix("epoch_")): found for name, found in m["reconstruction_loss"].items()}
     epochs = sorted(by_epoch)
     means = [statistics.fmean(by_epoch[epoch]["mean_by_layer"]) for epoch in epochs]
@@ -174,6 +181,7 @@ def _find_trained(report: Report, entry: Mapping[str, Any]) -> Source | None:
 
 
 def _find(report: Report) -> Source:
+    """Return the record of the stage `visualize`."""
     asked = "nothing is drawn yet", "dvc repro visualize"
     return report.results.require(lambda source: source.stage == "visualize", *asked)[0]
 

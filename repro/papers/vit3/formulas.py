@@ -6,7 +6,7 @@ import torch
 
 from ...bench.flops import cost
 from ...models.inner import MODELS, InnerLoop, learn, read_out
-from ..identities import find_error
+from ..identities import choose, find_error
 from ..recipe import PAPER_HAS
 from .recipe import PRINTED
 
@@ -18,6 +18,7 @@ STAGES = {
     **dict.fromkeys(("convnext_b", "swin_b", "vmamba_b"), (128, 256, 512, 1024)),
 }
 _CLASSES = 1000
+_GRID = (3, 4)  # of 12 tokens
 
 
 def recipe_setting(key: str) -> float:
@@ -142,16 +143,14 @@ def identity_error(name: str) -> float:
     tokens, d = 12, 4
     q, k, v = (torch.randn(2, 2, tokens, d, generator=generator, dtype=torch.float64) for _ in range(3))
     W = torch.randn(2, d, d, generator=generator, dtype=torch.float64)
-    if name == "linear_attention":
-        found = learn(InnerLoop(model="fc", lr=tokens * d**0.5), [torch.zeros_like(W)], q, k, v, (3, 4))
-        stated = q @ (k.mT @ v)
-    elif name == "rate_in_keys":
-        eta = 0.3
-        found = learn(InnerLoop(model="fc", loss="mse", lr=eta), [W], q, k, v, (3, 4))
-        stated = learn(InnerLoop(model="fc", loss="mse"), [W], q, eta**0.5 * k, eta**0.5 * v, (3, 4))
-    else:
-        raise ValueError(f"{name!r}: no identity of the text; they are linear_attention and rate_in_keys")
-    return find_error(found, stated)
+    scaled, mse = InnerLoop(model="fc", lr=tokens * d**0.5), InnerLoop(model="fc", loss="mse")
+    eta = 0.3
+    slow = InnerLoop(model="fc", loss="mse", lr=eta)
+    sides = {
+        "linear_attention": (learn(scaled, [torch.zeros_like(W)], q, k, v, _GRID), q @ (k.mT @ v)),
+        "rate_in_keys": (learn(slow, [W], q, k, v, _GRID), learn(mse, [W], q, eta**0.5 * k, eta**0.5 * v, _GRID)),
+    }
+    return find_error(*choose(sides, name, "equation of the text"))
 
 
 def _value_gradients(loss: str) -> list[float]:
@@ -159,12 +158,12 @@ def _value_gradients(loss: str) -> list[float]:
     name, _, asked = loss.partition(", ")
     generator, found = torch.Generator().manual_seed(0), []
     for model in MODELS:
-        loop, grid = InnerLoop(model=model, loss=name), (3, 4)
+        loop = InnerLoop(model=model, loss=name)
         W = [torch.randn(2, *shape, generator=generator, dtype=torch.float64) / 2 for shape in loop.shapes(4)]
         q, k, v = torch.randn(3, 2, 2, 12, 4, generator=generator, dtype=torch.float64)
         v = (3 * v).requires_grad_()
-        learn(loop, W, q, k, v, grid).square().sum().backward()
-        far = (read_out(loop, W, k, grid) - v).abs() > 1
+        learn(loop, W, q, k, v, _GRID).square().sum().backward()
+        far = (read_out(loop, W, k, _GRID) - v).abs() > 1
         found.append((v.grad[far] if asked == "far" else v.grad).abs().max().item())
     return found
 

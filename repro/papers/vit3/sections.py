@@ -97,6 +97,7 @@ def list_denoisers(report: Report) -> str:
         return report.results.model_key(source.metrics, source.path)
 
     def alike(source: Source) -> tuple:
+        """Return what denoisers must share before their losses are compared."""
         return (source.machine, *(source.metrics.get(key) for key in _ALIKE))
 
     columns = {

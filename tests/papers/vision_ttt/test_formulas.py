@@ -9,7 +9,6 @@ from repro.bench.flops import cost
 from repro.models.registry import build_model
 from repro.models.ttt_mixer import DESIGNS as BUILT
 from repro.models.ttt_mixer import TTTMixer
-from repro.papers import load_primary
 from repro.papers.vision_ttt import formulas
 from repro.papers.vision_ttt.formulas import (
     PRINTED_DESIGNS,
@@ -25,6 +24,7 @@ from repro.papers.vision_ttt.formulas import (
     vittt_g,
     vittt_trivial_g,
 )
+from repro.papers.vision_ttt.paper import PAPER as VISION_TTT
 from repro.report.arithmetic import agreement
 
 
@@ -88,6 +88,6 @@ def test_the_constants_are_those_of_the_built_models(size):
 def test_the_ledger_may_call_them_and_the_first_design_has_no_step():
     assert tuple(PRINTED_DESIGNS) == BUILT
     own = {name for name, value in vars(formulas).items() if name.endswith(("_g", "_gb", "_tokens"))}
-    assert own <= set(load_primary().formulas())
+    assert own <= set(VISION_TTT.formulas())
     with pytest.raises(ValueError, match="ttt_layer is the first design"):
         table3_step_g("ttt_layer")

@@ -182,9 +182,9 @@ def test_the_registered_rows_are_the_paper_s(ledger_of_paper):
 
 @pytest.fixture(scope="module")
 def ledger_of_paper():
-    from repro.papers import load_primary
+    from repro.papers.vision_ttt.paper import PAPER as VISION_TTT
 
-    return load_primary().ledger
+    return VISION_TTT.ledger
 
 
 def test_the_forest_plot_has_a_row_for_each_pair(tmp_path, ledger_of_paper):

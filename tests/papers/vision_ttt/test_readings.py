@@ -10,7 +10,7 @@ import torch
 from repro.core.config import load_section, load_yaml
 from repro.models.reading import Reading
 from repro.models.registry import build_model
-from repro.papers import load_primary
+from repro.papers.vision_ttt.paper import PAPER as VISION_TTT
 from repro.papers.vision_ttt.readings import (
     count_reading,
     fit_readings,
@@ -29,7 +29,7 @@ D, L, H = 192, 12, 3
 
 @pytest.fixture(scope="module")
 def fits():
-    return fit_readings(load_primary().ledger)
+    return fit_readings(VISION_TTT.ledger)
 
 
 def test_every_switch_with_all_of_its_values_is_explained():
@@ -67,7 +67,7 @@ AUDIT |= {"learning_rate=per_direction": 4, "conv1d_bias=false": 3, "conv1d_kern
 
 @pytest.mark.parametrize("text", AUDIT)
 def test_rows_of_table_3_that_fit_as_an_audit_by_hand_found(text):
-    entries = load_primary().ledger.entries
+    entries = VISION_TTT.ledger.entries
     counts = count_reading(Reading.of(",".join(filter(None, ("conv1d_arrival=together", text)))))["params_m"]
     rows = {name: value for name, value in counts.items() if name.startswith("table3.")}
     assert sum(agreement(value, entries[name].printed) is not None for name, value in rows.items()) == AUDIT[text]
@@ -122,7 +122,7 @@ def test_a_reading_that_comes_to_another_fixed_choice_makes_its_step(word, facto
 
 
 def test_no_common_width_of_swiglu_but_ours_fits_the_printed_parameters():
-    entries, terms = load_primary().ledger.entries, {"t": (192, "table3.conv2d"), "s": (384, "table1.vittt_s")}
+    entries, terms = VISION_TTT.ledger.entries, {"t": (192, "table3.conv2d"), "s": (384, "table1.vittt_s")}
     for size, (dim, row) in (terms | {"b": (768, "table1.vittt_b")}).items():
         ours = count_reading(Reading())["params_m"][f"{row}.params_m"]
         for width in (2 * dim, 8 * dim // 3, 3 * dim, 4 * dim):
