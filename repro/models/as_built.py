@@ -18,14 +18,14 @@ class Built(NamedTuple):
 
     kinds: tuple[type[nn.Module], ...]
     bias: bool | None = None
-    options: tuple[tuple[str, Any], ...] = ()
+    options: Mapping[str, Any] = {}
 
 
 def built_conv(kind: type[nn.Conv1d] | type[nn.Conv2d], kernel: int, padding: int, *, bias: bool) -> Built:
     """Describe a convolution of stride 1 and dilation 1 that pads with zeros."""
     axes = 1 if kind is nn.Conv1d else 2
     numbers = {"kernel_size": kernel, "padding": padding, "stride": 1, "dilation": 1}
-    return Built((kind,), bias, (*((name, (n,) * axes) for name, n in numbers.items()), ("padding_mode", "zeros")))
+    return Built((kind,), bias, {name: (n,) * axes for name, n in numbers.items()} | {"padding_mode": "zeros"})
 
 
 def are_as_built(owner: nn.Module, layers: Mapping[str, Built]) -> bool:
@@ -48,7 +48,7 @@ def are_as_built(owner: nn.Module, layers: Mapping[str, Built]) -> bool:
             kind = type(tensors.get("weight"))
             if kind is not nn.Parameter and hasattr(kind, "__tensor_flatten__"):
                 return False
-        for option, value in options:
+        for option, value in options.items():
             if getattr(layer, option) != value:
                 return False
     return True

@@ -23,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from ..core.errors import UserError, did_you_mean
 from .image_model import Grid, ImageModel, PatchConv, check_rates
 
+# arguments of timm that can name a file of weights; a string is only the name of a configuration, without a file
 _PRETRAINED_CONFIGS = "pretrained_cfg", "pretrained_cfg_overlay"
 _logger = logging.getLogger(__name__)
 
@@ -177,6 +178,7 @@ class Backbone(ImageModel):
 
     def resample_table(self, table: Tensor, before: Grid, after: Grid) -> Tensor:
         """Resample `pos_embed` (1, T, D) from one grid of patches to another; rows of class tokens are kept."""
+        # a family keeps the rows of class tokens in this table, as DeiT does, or in one of their own, as Vittt does
         shared = table.shape[1] > before[0] * before[1]
         rows, new_rows = (self.prefix_positions(h * w) if shared else () for h, w in (before, after))
         return resample_positions(table, before, after, rows, new_rows)
@@ -235,7 +237,7 @@ class Backbone(ImageModel):
         return take
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Return timm's patterns that assign parameters to layers, for layer-wise learning-rate decay."""
+        """Return timm's patterns for layer-wise learning-rate decay, where 99999 stands for the end of all blocks."""
         return {
             "stem": r"^cls_token|^cls_pos_embed|^pos_embed|^patch_embed",
             "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],
@@ -393,10 +395,9 @@ def create(model_class: type[nn.Module], variant: str, pretrained: bool, **kwarg
         )
     if not issubclass(model_class, ImageModel):
         return build_model_with_cfg(model_class, variant, pretrained, feature_cfg=feature_cfg, **kwargs)
-    options = inspect.signature(model_class).parameters
     dynamic, pooling = kwargs.pop("dynamic_img_size", True), kwargs.pop("global_pool", None)
     # Vittt has an option `pool`: class tokens depend on it, so it must be known before the model is built
-    if pooling and "pool" in options:
+    if pooling and "pool" in inspect.signature(model_class).parameters:
         if "pool" in kwargs and _name_pooling(kwargs["pool"]) != pooling:
             raise ValueError(f"global_pool {pooling!r}: contradicts pool {kwargs['pool']!r}; leave one of them out")
         kwargs.setdefault("pool", {"avg": "mean", "token": "mid"}.get(pooling, pooling))
@@ -404,15 +405,14 @@ def create(model_class: type[nn.Module], variant: str, pretrained: bool, **kwarg
     try:
         built = build_model_with_cfg(model_class, variant, pretrained, feature_cfg=feature_cfg, **kwargs)
     except TypeError as error:
+        # Python's own message names the class's `__init__`; this one suggests the option that was meant
         found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if found is None:
             raise
-        parameters = [
-            each for base in model_class.__mro__ for each in inspect.signature(base.__init__).parameters.values()
-        ]
-        known = {each.name for each in parameters if each.name != "self" and each.kind != each.VAR_KEYWORD}
+        parameters = [inspect.signature(base.__init__).parameters for base in model_class.__mro__]
+        known = set().union(*parameters) - {"self", "args", "kwargs"}
         raise TypeError(f"no option {found[1]}{did_you_mean(found[1], known)}") from None
-    model = built if isinstance(built, model_class) else built.model
+    model = built if isinstance(built, model_class) else built.model  # `features_only` wraps the model
     model.dynamic_img_size = dynamic
     if pooling is not None:
         model.set_pooling(pooling, model.num_classes)
@@ -439,6 +439,8 @@ def register_sizes(model_class: type[nn.Module], sizes: Mapping[str, Mapping[str
 
 
 def _register(model_class: type[nn.Module], name: str, module: str, options: Mapping[str, Any]) -> None:
+    """Register one model with timm, by a function that builds it from `options` and from the caller's, which win."""
+
     def entrypoint(pretrained: bool = False, **kwargs: Any) -> nn.Module:
         return create(model_class, name, pretrained, **{**options, **kwargs})
 

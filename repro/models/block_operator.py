@@ -37,6 +37,7 @@ def define_operator(name: str, run: _Run, measure: Callable[[list[Any]], tuple[i
     def count(tokens: tuple, constants: list[tuple], *_: Any, **__: Any) -> int:
         """Count the FLOPs of the plain path."""
         (B, T, D), (H, chunk, hidden) = tokens, measure(constants)
+        # per channel: the outputs of all linear layers; 9 taps on the grid, and 4 for keys and queries in both directions
         products, taps = 5 * D + H + D + 3 * hidden, 9 + 2 * 2 * 4
         return 2 * B * T * D * (products + taps) + forward_flops((B, T, 2, H, D // H), chunk)
 
@@ -45,4 +46,5 @@ def define_operator(name: str, run: _Run, measure: Callable[[list[Any]], tuple[i
 
 
 def _make_fake(tokens: Tensor, constants: list[Tensor], height: int, eps: list[float]) -> Tensor:
+    """Return a tensor like the result, contiguous, for a compiler that traces shapes."""
     return tokens.new_empty(tokens.shape)

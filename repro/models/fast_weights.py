@@ -18,10 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.dispatch import compute_dtype, no_autocast
+
 from ..core.errors import did_you_mean
 from . import inner
 from .image_model import Grid
-from .inner import MODELS, InnerLoop, Weights, full_precision
+from .inner import MODELS, InnerLoop, Weights
 from .muon import newton_schulz
 
 Form = Literal["recurrent", "parallel"]
@@ -95,8 +97,8 @@ def learn(
     """Compute `repro.models.inner.learn` by either form; they differ only in the order of their sums."""
     if form == "recurrent":
         return inner.learn(loop, weights, q, k, v, grid, rates, momentum)
-    with full_precision(q.device.type):
-        dtype = torch.promote_types(q.dtype, torch.float32)
+    with no_autocast(q.device.type):
+        dtype = compute_dtype(q.dtype)
         given = (None if x is None else x.to(dtype) for x in (k if loop.q_is_k else q, k, v, rates, momentum))
         return learn_in_parallel(loop, [weight.to(dtype) for weight in weights], *given).to(q.dtype)
 

@@ -18,7 +18,6 @@ from operator import is_
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from timm.layers import DropPath, SwiGLU
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
@@ -30,21 +29,19 @@ from kernels.dispatch import compute_dtype, has_autocast
 
 from . import fused_launches, fused_loops
 from .as_built import Built, are_as_built, built_conv, is_watched
-from .fused_launches import BlockWeights, LaunchConstants, Masks, arrange, arrange_taps, run_launches
-from .fused_loops import PRODUCTS, LoopConstants, run_loops
+from .fused_launches import BlockWeights, LaunchConstants, Masks, arrange, arrange_taps, join_projections, run_launches
+from .fused_loops import ALIGNED, PRODUCTS, LoopConstants, run_loops
 
 Grid = tuple[int, int]
-_LAUNCHES = LaunchConstants, run_launches, fused_launches.OPERATOR
-_LOOPS = LoopConstants, run_loops, fused_loops.OPERATOR
-ALIGNED = 16  # numbers; a product on a CPU takes half as long again if the length of its rows is no multiple
 # layers whose weights are read, while the layer itself is not called
 _LINEAR, _BIASED, _NORM = (
     Built((nn.Linear,), False),
     Built((nn.Linear,), True),
-    Built((nn.LayerNorm,), True, (("elementwise_affine", True),)),
+    Built((nn.LayerNorm,), True, {"elementwise_affine": True}),
 )
 _CONV = built_conv(nn.Conv1d, 4, 0, bias=True)
-_DROPOUT = Built((nn.Dropout,), None, (("p", 0.0),))
+_DROPOUT = Built((nn.Dropout,), None, {"p": 0.0})
+# the child layers of a block, its mixer and its MLP that may go uncalled, as `are_as_built` wants them
 _OF_BLOCK = {
     "dwconv": built_conv(nn.Conv2d, 3, 1, bias=False),
     "norm1": _NORM,
@@ -62,6 +59,10 @@ class Frozen:
     """The constants of a block that `freeze` keeps, with the state of its weights, which shows later writes.
 
     A compiled graph reads the constants at their addresses. `graphs` watches a whole model by it, without constants.
+
+    Args:
+        block: the module whose parameters, buffers and submodules are compared.
+        constants: what is kept for it, a `LaunchConstants` or `LoopConstants`; None for nothing.
     """
 
     def __init__(self, block: Any, constants: Any):
@@ -131,7 +132,8 @@ def _find_kernels(block: Any, tokens: int, device: torch.device, dtype: torch.dt
     if mixer.step != "own" or mixer.backend not in ("auto", "triton", "numba") or not _is_as_built(block):
         return None
     chosen = _choose_backend(mixer.backend, device, dtype, mixer.head_dim, mixer.built_chunk)
-    # kernels take some chunk sizes only; not asked about this one, because it is a symbol to a compiler
+    # kernels take some chunk sizes only, and were asked about `built_chunk`. With `chunk_size` 0 the chunk is the
+    # sequence, which may be longer here; they are not asked about it, because it is a symbol to a compiler
     is_another = not mixer.chunk_size and tokens != mixer.built_chunk
     return None if chosen == "triton" and is_another else chosen
 
@@ -175,20 +177,22 @@ def forward(block: Any, tokens_BTD: Tensor, grid: Grid, backend: str) -> Tensor:
 
     If a compiler, a profiler or a mode has to see inference, it sees one operator with bitwise the same result.
     """
-    kind, run, operator = _LOOPS if backend == "numba" else _LAUNCHES
     T, dtype = tokens_BTD.shape[1], product_dtype(tokens_BTD)
     eps = [block.norm1.eps, block.mixer.eps, block.mixer.post_norm.eps, block.norm2.eps]
-    if kind is LaunchConstants and may_be_node([tokens_BTD]):
-        from .fused_training import run_node  # imported here because it imports Triton
+    if backend == "numba":
+        run, operator, constants = run_loops, fused_loops.OPERATOR, find_constants(block, T, LoopConstants)
+    else:
+        if may_be_node([tokens_BTD]):
+            from .fused_training import run_node  # imported here because it imports Triton
 
-        masks = _draw_masks(block, tokens_BTD, dtype)
-        return run_node(tokens_BTD, read_weights(block, T), grid[0], eps, dtype, masks)
-    given = tokens_BTD, find_constants(block, T, kind), grid[0], eps
-    # a block that casts is no operator, because there is no autocast inside operators
-    casts = not tokens_BTD.dtype == dtype == block.norm1.weight.dtype
-    if kind is LaunchConstants and (block.training or casts or not may_be_opaque([tokens_BTD])):
-        return run_launches(*given, _draw_masks(block, tokens_BTD, dtype))
-    return run(*given) if is_plain([tokens_BTD]) else operator(tokens_BTD, list(given[1]), *given[2:])
+            masks = _draw_masks(block, tokens_BTD, dtype)
+            return run_node(tokens_BTD, read_weights(block, T), grid[0], eps, dtype, masks)
+        run, operator, constants = run_launches, fused_launches.OPERATOR, find_constants(block, T, LaunchConstants)
+        # a block that casts is no operator, because there is no autocast inside operators
+        casts = not tokens_BTD.dtype == dtype == block.norm1.weight.dtype
+        if block.training or casts or not may_be_opaque([tokens_BTD]):
+            return run_launches(tokens_BTD, constants, grid[0], eps, _draw_masks(block, tokens_BTD, dtype))
+    return (run if is_plain([tokens_BTD]) else operator)(tokens_BTD, list(constants), grid[0], eps)
 
 
 def _draw_masks(block: Any, tokens: Tensor, dtype: torch.dtype) -> Masks:
@@ -215,7 +219,7 @@ def find_constants(block: Any, tokens: int, kind: type) -> Any:
         kept = frozen.constants
         if kept.token_scale.shape[1] == (block.mixer.chunk_size or tokens):
             return kept
-    return MAKERS[kind](block, tokens)
+    return make_loop_constants(block, tokens) if kind is LoopConstants else make_constants(block, tokens)
 
 
 def find_frozen(block: Any) -> Frozen | None:
@@ -259,10 +263,13 @@ def make_constants(block: Any, tokens: int) -> LaunchConstants:
     return arrange(read_weights(block, tokens))
 
 
-def read_weights(block: Any, tokens: int) -> BlockWeights:
-    """Return the weights of a block for a sequence of `tokens`, see `find_constants`."""
+def read_weights(block: Any, tokens: int, scale_dtype: torch.dtype = torch.float32) -> BlockWeights:
+    """Return the weights of a block for a sequence of `tokens`, see `find_constants`; the token scale in `scale_dtype`.
+
+    They are the layers' own tensors where shapes allow it, so gradients reach the layers.
+    """
     mixer, mlp = block.mixer, block.mlp
-    scale = mixer.scale_per_token(mixer.chunk_size or tokens).float() * (mixer.eta_base / mixer.head_dim)
+    scale = mixer.scale_per_token(mixer.chunk_size or tokens).to(scale_dtype) * (mixer.eta_base / mixer.head_dim)
     norm1, post_norm, norm2 = ((norm.weight, norm.bias) for norm in (block.norm1, mixer.post_norm, block.norm2))
     rates, *convs = ((each.weight, each.bias) for each in (mixer.lr_proj, mixer.conv_k, mixer.conv_q))
     learner = *rates, *convs[0], *convs[1], scale, *_state(mixer)
@@ -271,36 +278,21 @@ def read_weights(block: Any, tokens: int) -> BlockWeights:
     return BlockWeights(*before, *learner, *after, *(each for pair in layers for each in pair))
 
 
-def _join_projections(mixer: Any, multiple: int) -> tuple[Tensor, Tensor]:
-    """Join the projections to gate, keys, values and learning rates: weight and bias, zero rows up to a multiple."""
-    missing = -(5 * mixer.dim + mixer.num_heads) % multiple
-    weight = F.pad(torch.cat([mixer.in_proj.weight, mixer.lr_proj.weight]), (0, 0, 0, missing))
-    return weight, F.pad(mixer.lr_proj.bias, (5 * mixer.dim, missing))
-
-
 def make_loop_constants(block: Any, tokens: int) -> LoopConstants:
     """Arrange a block's weights for numba's loops."""
     from kernels.around import numba_path as around
     from kernels.ttt_linear import numba_path as learner
 
-    mixer, mlp = block.mixer, block.mlp
-    wide = compute_dtype(mixer.in_proj.weight.dtype)
-    in_weight, in_bias = _join_projections(mixer, ALIGNED)
-    scale = mixer.scale_per_token(mixer.chunk_size or tokens) * (mixer.eta_base / mixer.head_dim)
-    up_weight = torch.cat([mlp.fc1_g.weight, mlp.fc1_x.weight])
-    up_bias = torch.cat([mlp.fc1_g.bias, mlp.fc1_x.bias])
-    W0, b0, *inner = (each.to(wide).contiguous() for each in _state(mixer))
-    convolutions = ((conv.weight[:, 0], conv.bias) for conv in (mixer.conv_k, mixer.conv_q))
-    taps = learner.lay_taps(*(each for pair in convolutions for each in pair), (2, mixer.num_heads, mixer.head_dim))
-    grid_taps = around.lay_grid_taps(block.dwconv.weight[:, 0])
+    # the token scale is multiplied in the model's dtype, as on the plain path, and widened below
+    w = read_weights(block, tokens, scale_dtype=block.mixer.b0.dtype)
+    wide = compute_dtype(w.in_weight.dtype)
+    in_weight, in_bias, up_weight, up_bias = join_projections(w, ALIGNED)
+    W0, b0, gamma, mu = (each.to(wide).contiguous() for each in (w.W0, w.b0, w.gamma, w.mu))
     state = learner.join_state(W0, b0)
-    made = in_weight, in_bias, scale, up_weight, up_bias, *inner, state, *taps, grid_taps
-    before, after = ((norm.weight, norm.bias) for norm in (block.norm1, mixer.post_norm))
-    norm2, down = block.norm2, mlp.fc2
-    read = *before, *after, mixer.out_proj.weight, norm2.weight, norm2.bias, down.weight, down.bias
-    constants = LoopConstants(*made, *read)
+    taps = learner.lay_taps(w.k_weight[:, 0], w.k_bias, w.q_weight[:, 0], w.q_bias, w.b0.shape)
+    grid_taps = around.lay_grid_taps(w.grid_weight[:, 0])
+    made = in_weight, in_bias, w.token_scale, up_weight, up_bias, gamma, mu, state, *taps, grid_taps
+    norms = w.norm1_weight, w.norm1_bias, w.post_norm_weight, w.post_norm_bias
+    constants = LoopConstants(*made, *norms, w.out_weight, w.norm2_weight, w.norm2_bias, w.down_weight, w.down_bias)
     widened = {name: each.to(wide) for name, each in constants._asdict().items() if name not in PRODUCTS}
     return constants._replace(**widened)
-
-
-MAKERS = {LaunchConstants: make_constants, LoopConstants: make_loop_constants}

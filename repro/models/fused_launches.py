@@ -101,12 +101,24 @@ class LaunchConstants(NamedTuple):
     norm2_bias: Tensor
 
 
-def arrange(weights: BlockWeights) -> LaunchConstants:
-    """Arrange a block's weights for the launches."""
-    w, missing = weights, -(len(weights.in_weight) + len(weights.rates_weight)) % weights.b0.shape[-1]
+def join_projections(w: BlockWeights, multiple: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Join the layers that read the same input: `in_weight`, `in_bias`, `up_weight` and `up_bias` of the constants.
+
+    The projection to gate, keys, values and learning rates gets rows of zeros up to a multiple. `in_proj` has no bias,
+    so its rows get a bias of zero.
+    """
+    missing = -(len(w.in_weight) + len(w.rates_weight)) % multiple
     in_weight = F.pad(torch.cat([w.in_weight, w.rates_weight]), (0, 0, 0, missing))
     in_bias = F.pad(w.rates_bias, (len(w.in_weight), missing))
     up_weight, up_bias = torch.cat([w.gate_weight, w.value_weight]), torch.cat([w.gate_bias, w.value_bias])
+    return in_weight, in_bias, up_weight, up_bias
+
+
+def arrange(weights: BlockWeights) -> LaunchConstants:
+    """Arrange a block's weights for the launches, by operations that autograd can follow."""
+    w = weights
+    in_weight, in_bias, up_weight, up_bias = join_projections(w, w.b0.shape[-1])
+    # SwiGLU's hidden units end with columns of ones: the product with the first of them adds the bias
     down_weight = F.pad(torch.cat([w.down_weight, w.down_bias[:, None]], 1), (0, ONES - 1))
     state = (each.float().contiguous() for each in (w.W0, w.b0, w.gamma, w.mu))
     taps = (each.squeeze(1) for each in (w.grid_weight, w.k_weight, w.q_weight))
@@ -116,14 +128,20 @@ def arrange(weights: BlockWeights) -> LaunchConstants:
 
 
 def arrange_taps(known: LaunchConstants) -> LaunchConstants:
-    """Lay out the weights of the convolutions in memory as their kernels read them."""
+    """Lay out the weights of the convolutions in memory as their kernels read them: the channels of a tap together.
+
+    Shapes and values stay; only strides change. The launches take either layout, but copy another one at each call.
+    """
     grid = known.grid_weight.flatten(1).T.contiguous().T.unflatten(1, (3, 3))
     k, q = torch.stack([known.k_weight.T, known.q_weight.T]).mT
     return known._replace(grid_weight=grid, k_weight=k, q_weight=q)
 
 
 class Operators(NamedTuple):
-    """The steps of a block as operators, which autograd, compilers and transforms can follow."""
+    """The steps of a block as operators, which autograd, compilers and transforms can follow.
+
+    `fused_training` has the same steps as plain launches that keep their tensors; `run_steps` takes either.
+    """
 
     backend: str
 
@@ -213,7 +231,8 @@ def run_steps(
 def _mix(steps: Any, known: LaunchConstants, x_BTD: Tensor, eps: float, post_eps: float) -> Tensor:
     """Return the input of the output projection.
 
-    It is a function so that its intermediate results, most of a block's memory, are freed when it returns.
+    It is a function so that its intermediate results, most of a block's memory, are freed when it returns: the steps
+    after it need as much again.
     """
     projected = steps.project(x_BTD, known.in_weight, known.in_bias)
     z = _scan(steps, known, projected, eps)
@@ -221,7 +240,7 @@ def _mix(steps: Any, known: LaunchConstants, x_BTD: Tensor, eps: float, post_eps
 
 
 def _scan(steps: Any, known: LaunchConstants, projected: Tensor, eps: float) -> Tensor:
-    """Return the learner's output (B,T,2,H,d)."""
+    """Return the learner's output (B,T,2,H,d); a function for the same reason as `_mix`."""
     _, shared, _, rates = split(known, projected)
     lr = torch.sigmoid(rates[..., : known.b0.shape[1]].float())
     k, q = steps.scan_convs(gather_scan_convs(known, shared)).unflatten(-1, known.b0.shape).unbind(0)
@@ -238,25 +257,33 @@ def split(known: LaunchConstants, projected: Tensor) -> tuple[Tensor, ...]:
     return projected.split_with_sizes([D, 2 * D, 2 * D, N - 5 * D], -1)
 
 
+# the arguments of four steps, from a block's constants; `fused_training.run_backward` takes the same ones
+
+
 def gather_conv_norm(known: LaunchConstants, tokens: Tensor, height: int, eps: float) -> ConvNorm:
+    """Collect the arguments of the convolution and norm1, for tokens (B,T,D) on a grid of `height` rows."""
     return ConvNorm(tokens, known.grid_weight, known.norm1_weight, known.norm1_bias, height, eps)
 
 
 def gather_scan_convs(known: LaunchConstants, shared: Tensor) -> ScanConvs:
+    """Collect the arguments of the causal convolutions, which read the same source (B,T,2D) for keys and queries."""
     return ScanConvs(shared, known.k_weight, known.k_bias, known.q_weight, known.q_bias)
 
 
 def gather_scan(known: LaunchConstants, q: Tensor, k: Tensor, projected: Tensor, lr: Tensor, eps: float) -> Arguments:
+    """Collect the learner's arguments: q and k (B,T,2,H,d), v from the projection, and rates `lr` (B,T,H)."""
     v = split(known, projected)[2].unflatten(-1, known.b0.shape)
     state, scale = (known.W0, known.b0, known.gamma, known.mu), known.token_scale
     return Arguments(q, k, v, lr, scale, *state, scale.shape[1], [False, True], eps)
 
 
 def gather_gated_norm(known: LaunchConstants, z: Tensor, projected: Tensor, eps: float) -> GatedNorm:
+    """Collect the arguments of post_norm and gate: z (B,T,2,H,d), and the gate from the projection."""
     return GatedNorm(z.flatten(3), split(known, projected)[0], known.post_norm_weight, known.post_norm_bias, eps)
 
 
 def _measure(shapes: list[Any]) -> tuple[int, int, int]:
+    """Return heads, chunk size and hidden units by the shapes of `LaunchConstants`; see `define_operator`."""
     known = LaunchConstants(*shapes)
     return known.b0[1], known.token_scale[1], known.down_weight[1] - ONES
 

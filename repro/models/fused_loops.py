@@ -16,6 +16,7 @@ from kernels.ttt_linear.reference import states_shape
 
 from .block_operator import define_operator
 
+ALIGNED = 16  # numbers; a product on a CPU takes half as long again if the length of its rows is no multiple
 _ROWS = 512  # tokens per step after the scan, few enough to keep the hidden units in the cache
 
 
@@ -24,7 +25,7 @@ class LoopConstants(NamedTuple):
 
     Attributes:
         in_weight, in_bias: (5D+P,D) and (5D+P,): gate, keys, values and learning rates, with P rows up to a multiple of
-            `fused_block.ALIGNED`: the learning rates' H, then zeros.
+            `ALIGNED`: the learning rates' H, then zeros.
         token_scale: (2,chunk_size), multiplied by the base of the learning rates.
         up_weight, up_bias: (2F,D) and (2F,): both input layers of SwiGLU.
         inner_weight, inner_bias: (2,H,d): γ and μ of the inner LayerNorm.
@@ -59,6 +60,7 @@ class LoopConstants(NamedTuple):
     down_bias: Tensor
 
 
+# the constants that matrix products read, which stay in the model's dtype
 PRODUCTS = "in_weight", "in_bias", "up_weight", "up_bias", "out_weight", "down_weight", "down_bias"
 
 
@@ -97,6 +99,7 @@ def run_loops(tokens_BTD: Tensor, constants: list[Tensor], height: int, eps: lis
 
 
 def _measure(shapes: list[Any]) -> tuple[int, int, int]:
+    """Return heads, chunk size and hidden units by the shapes of `LoopConstants`; see `define_operator`."""
     known = LoopConstants(*shapes)
     return known.state[1], known.token_scale[1], known.down_weight[1]
 

@@ -87,8 +87,11 @@ def run_node(
 
 
 class _Node(torch.autograd.Function):
+    """The node of `run_node`, whose arguments are (height, eps, dtype, masks, tokens, *weights)."""
+
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:  # type: ignore[override]
+        """Return the block's result; save what `backward` reads if any argument wants a gradient."""
         count = len(BlockWeights._fields)
         height, eps, dtype, masks, tokens = given[:-count]
         weights, keep = BlockWeights(*given[-count:]), any(ctx.needs_input_grad)
@@ -102,6 +105,7 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Return a gradient for each argument of `forward`: None for the four that are no tensors."""
         tokens, *saved = ctx.saved_tensors
         parts: list[Any] = []
         for kind in (BlockWeights, LaunchConstants, Kept):
@@ -136,7 +140,10 @@ def run_forward(
 
 
 class _Launches:
-    """The steps of `fused_launches.Operators` as plain launches, which keep their tensors for the backward pass."""
+    """The steps of `fused_launches.Operators` as plain launches, which keep their tensors for the backward pass.
+
+    `Operators` documents each step. `kept` collects the fields of `Kept` in the order of the steps.
+    """
 
     def __init__(self, dtype: torch.dtype, keep_states: bool):
         self.dtype, self.keep_states = dtype, keep_states
@@ -188,7 +195,11 @@ def run_backward(
     masks: Masks,
     kept: Kept,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of the tokens and of all weights, from the gradient g (B,T,D) of the result."""
+    """Return the gradients of the tokens and of all `BlockWeights`, from the gradient g (B,T,D) of the result.
+
+    The steps of `run_forward` backwards: SwiGLU and norm2, then output projection and post_norm, learner, causal
+    convolutions, input projection, norm1 and convolution. `g` is the stream's gradient, and `d` that of the branch.
+    """
     w, (units, D), H = known, weights.gate_weight.shape, known.b0.shape[1]
     dtype, (first, second) = w.in_weight.dtype, masks or (None, None)
 
@@ -199,12 +210,13 @@ def run_backward(
 
     d = _mask(g.to(dtype), first).flatten(0, 1)
     out_weight, d = d.T @ kept.y.flatten(0, 1), (d @ w.out_weight).view_as(kept.y)
-    dprojected = torch.empty_like(kept.projected)
+    dprojected = torch.empty_like(kept.projected)  # filled by the steps below, each of which writes to its view
     dgate, dshared, dv, drates = split(w, dprojected)
     d, post_norm = around_bwd.sum_gated_norm(d, gather_gated_norm(w, kept.z, kept.projected, eps[2]), dgate)
     given = gather_scan(w, kept.q, kept.k, kept.projected, kept.lr, eps[1])
     dq, dk, from_scan, dlr, *learner = scan_bwd.backward(d.view_as(kept.z), kept.states, given)
     dv.copy_(from_scan.flatten(2))
+    # the columns after the H rates belong to the weight's rows of zeros; what is in this memory could be NaN
     drates.zero_()[..., :H] = torch.ops.aten.sigmoid_backward(dlr, kept.lr)
     convs = gather_scan_convs(w, split(w, kept.projected)[1])
     taps = around_bwd.sum_scan_convs(dk.flatten(2), dq.flatten(2), convs, dshared)
@@ -213,6 +225,7 @@ def run_backward(
     in_weight, d = flat.T @ kept.x.flatten(0, 1), (flat @ w.in_weight).view_as(kept.x)
     dtokens, grid, norm1 = around_bwd.sum_conv_norm(g, d, gather_conv_norm(w, tokens, height, eps[0]))
     k_taps, q_taps, (k_bias, q_bias) = taps.split([4, 4, 2])
+    # `arrange` joined these weights, so their gradients are split at the same places
     gates, values = zip(up_weight.split(units), up_bias.split(units), strict=True)
     in_weight, rates_weight, _ = in_weight.split([5 * D, H, len(in_weight) - 5 * D - H])
     before = grid.T.view_as(weights.grid_weight), *norm1.unbind(0), in_weight, rates_weight, drates[..., :H].sum((0, 1))
@@ -223,4 +236,5 @@ def run_backward(
 
 
 def _mask(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Multiply a branch's gradient (B,T,D) by the factors (B,1,1) of stochastic depth, if there are any."""
     return x if mask is None else x * mask

@@ -23,7 +23,7 @@ from .fused_block import Frozen, is_plain
 
 CALLS = 3  # eager calls of a layout before its capture: they compile and tune, and rare sizes need no graph
 MOST_TOKENS = 2**16  # tokens of a batch; above, a block takes the GPU half a millisecond, which hides the host's work
-SEEN = 64  # layouts without a graph whose calls are counted
+SEEN = 64  # layouts without a graph whose calls are counted; the one seen longest ago is forgotten first
 _logger = logging.getLogger(__name__)
 
 
@@ -38,7 +38,7 @@ class Pass(NamedTuple):
 class Cuda:
     """CUDA as `Graphs` uses it; tests put a stub in its place."""
 
-    kind = "cuda"
+    kind = "cuda"  # type of the devices whose images a graph takes
 
     @contextlib.contextmanager
     def on(self, device: torch.device) -> Iterator[int | None]:
@@ -93,6 +93,7 @@ class _Watch:
         )
 
     def _count(self, model: nn.Module) -> list[int]:
+        """Return how many attributes each module has: a new one is in no list of old ones."""
         return list(map(len, (vars(model), *self._tables)))
 
 
@@ -169,6 +170,11 @@ class Graphs:
         )
 
     def _find(self, model: Any, run: Callable[[Tensor], Tensor], x: Tensor, key: tuple) -> Pass | None:
+        """Return the pass for a layout of images, captured now if the layout has come often enough, or None.
+
+        `key` describes the layout; see `__call__`. Its first entry is the stream, and its last the dtype of autocast, or
+        False without autocast.
+        """
         self.drop_stale(model)
         if self._watch is not None and (_has_any_global_hook() or any(map(is_watched, (model, *self._watch.inner)))):
             return None
@@ -183,6 +189,7 @@ class Graphs:
         return self._capture(model, run, x, key)
 
     def _capture(self, model: Any, run: Callable[[Tensor], Tensor], x: Tensor, key: tuple) -> Pass | None:
+        """Capture the pass for a layout and store it, or return None where the model or CUDA does not allow it."""
         if len(self.passes) >= self.limit:
             self.drop()
             self.calls *= 2
@@ -199,7 +206,7 @@ class Graphs:
                 found = self.passes[key] = self.driver.capture(run, given, pool)
             except RuntimeError as error:
                 _logger.warning("no CUDA graphs of %s, which runs without: %s", type(model).__name__, error)
-                self.limit = 0
+                self.limit = 0  # CUDA would refuse the next capture, too
                 self.drop()
                 return None
         self.seen.pop(key, None)

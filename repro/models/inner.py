@@ -9,16 +9,17 @@ outer gradient goes through all inner steps without `create_graph`.
 Shape suffixes: B images, h heads, N tokens, d head dimension, n tokens of an inner batch.
 """
 
-import contextlib
 import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Literal, get_args
+from typing import Literal, get_args, get_origin
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from kernels.dispatch import compute_dtype, no_autocast
 
 from ..core.errors import did_you_mean
 from .image_model import Grid
@@ -32,7 +33,7 @@ Reduction = Literal["mean", "sum"]
 Norm = Literal["none", "state", "detached", "copy"]
 Order = Literal["before", "after", "end"]
 LOSSES: tuple[Loss, ...] = get_args(Loss)
-NORM_EPS = 1e-5
+NORM_EPS = 1e-5  # keeps the division by a norm finite, in the option `norm`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,17 +95,9 @@ class InnerLoop:
     q_is_k: bool = False
 
     def __post_init__(self) -> None:
-        choices = {
-            "model": MODELS,
-            "loss": LOSSES,
-            "direction": get_args(Direction),
-            "rate": get_args(Rate),
-            "reduction": get_args(Reduction),
-            "muon": get_args(Muon),
-            "norm": get_args(Norm),
-            "order": get_args(Order),
-        }
-        for name, known in choices.items():
+        fields = dataclasses.fields(self)
+        choices = {each.name: get_args(each.type) for each in fields if get_origin(each.type) is Literal}
+        for name, known in {"model": MODELS, **choices}.items():
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"inner {name} {value!r}: not known{did_you_mean(value, known)}")
         for name in ("depth", "epochs", "batches", "steps"):
@@ -140,7 +133,7 @@ class InnerLoop:
 
     def shapes(self, head_dim: int) -> list[tuple[int, ...]]:
         """Return the shape of each weight of one head of width d."""
-        return MODELS[self.model].shapes(self, head_dim)
+        return MODELS[self.model].shapes(head_dim, self.width, self.depth)
 
     @property
     def learned(self) -> tuple[int, ...]:
@@ -170,8 +163,7 @@ class InnerLoop:
         read = sum(sizes) - prepare  # per token; a kernel (o, c, 3, 3) is applied once per position
         predict = read if self.loss != "dot" else 0
         gradients = sum(sizes[p] for p in self.learned)
-        first = len(sizes) if model.first_back is None else model.first_back
-        back = sum(size for p, size in enumerate(sizes) if p >= first and p > min(self.learned))
+        back = sum(size for p, size in enumerate(sizes) if p >= model.first_back and p > min(self.learned))
         batches = self.split(tokens)[: -1 if self.order == "before" else None]
         steps = self.epochs * self.steps
         of_tokens = steps * sum(end - first for first, end in batches) * (prepare + predict + gradients + back)
@@ -198,8 +190,8 @@ def learn(
     Raises:
         ValueError: as `follow`.
     """
-    with full_precision(q.device.type):
-        dtype = torch.promote_types(q.dtype, torch.float32)
+    with no_autocast(q.device.type):
+        dtype = compute_dtype(q.dtype)
         wide_q, k, v, rates, momentum = (None if x is None else x.to(dtype) for x in (q, k, v, rates, momentum))
         start = [weight.to(dtype) for weight in weights]
         wide_q = k if loop.q_is_k else wide_q
@@ -344,10 +336,3 @@ def error_signal(loss: Loss, predicted: Tensor | None, v: Tensor, scale: float) 
         # where the error is 0 the step is 0, and the derivative of √ would be infinite
         return factor * r / torch.where(squares > 0, squares, 1).sqrt()
     return factor * r
-
-
-def full_precision(device_type: str) -> contextlib.AbstractContextManager:
-    """Return a context that switches autocast off; devices without autocast, such as meta, need none."""
-    # `kernels.dispatch.has_autocast` says why the function is not always asked; this module runs no operator
-    supported = device_type in ("cpu", "cuda") or torch.amp.is_autocast_available(device_type)
-    return torch.autocast(device_type, enabled=False) if supported else contextlib.nullcontext()

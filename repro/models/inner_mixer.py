@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.dispatch import compute_dtype, no_autocast
+
 from .image_model import Grid
-from .inner import InnerLoop, full_precision, learn
+from .inner import InnerLoop, learn
 from .neighbours import attend_to_neighbours
 from .shell import EPS, add_convolved, build_cpe
 
@@ -46,8 +48,8 @@ class KeyNorm(nn.Module):
         """Normalise keys (B, N, C) in at least fp32; shape and dtype are kept."""
         if self.kind == "none":
             return k_BNC
-        with full_precision(k_BNC.device.type):
-            k = k_BNC.to(torch.promote_types(k_BNC.dtype, torch.float32))
+        with no_autocast(k_BNC.device.type):
+            k = k_BNC.to(compute_dtype(k_BNC.dtype))
             if self.kind == "layer":
                 k = F.layer_norm(k, k.shape[-1:], eps=EPS)
             elif self.kind == "rms":
@@ -190,6 +192,7 @@ class InnerMixer(nn.Module):
         }
 
     def _count_convolutions(self) -> int:
+        """Return how many of q, k and v are convolved."""
         return sum(convolve is not None for convolve in (self.dwc_q, self.dwc_k, self.dwc_v))
 
     def _split(self, x_BNC: Tensor) -> Tensor:
@@ -203,8 +206,8 @@ def attend_linearly(q: Tensor, k: Tensor, v: Tensor, projections: list[Tensor]) 
     q, k, v and the result are (B, h, N, d), the result in the dtype of q; the computation is in at least fp32. With
     `projections` W1 and W2 (h, d, d), k·W1 and q·W2 take the place of k and q.
     """
-    with full_precision(q.device.type):
-        dtype = torch.promote_types(q.dtype, torch.float32)
+    with no_autocast(q.device.type):
+        dtype = compute_dtype(q.dtype)
         wide_q, wide_k, wide_v = (each.to(dtype) for each in (q, k, v))
         if projections:
             wide_k, wide_q = wide_k @ projections[0].to(dtype), wide_q @ projections[1].to(dtype)

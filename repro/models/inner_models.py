@@ -5,8 +5,9 @@ Shape suffixes: B images, h heads, N tokens, d head dimension.
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,14 +17,7 @@ from torch.nn.grad import conv2d_weight
 from .image_model import Grid
 
 Weights = Sequence[Tensor]
-_Pair = tuple[Any, Tensor]
-
-
-class Size(Protocol):
-    """The size options of an `InnerLoop`."""
-
-    width: float
-    depth: int
+_Pair = tuple[Any, Tensor]  # see `InnerModel.vjp`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +25,7 @@ class InnerModel:
     """An inner model F(x; W) as functions of its weights W, each (h, *shape) or (B, h, *shape), and x (B, h, N, d).
 
     Args:
-        shapes: maps (size, d) to the shape of each weight of one head.
+        shapes: maps (d, width, depth), the last two those of `InnerLoop`, to the shape of each weight of one head.
         prepare: maps (W, x, grid) to the activations that `read` and `vjp` share. Those of `fc` and `swiglu` must end
             with the input of the last weight, which `fast_weights.learn_in_parallel` takes for the features.
         read: maps (W, prepared) to F(x), of the shape of x.
@@ -41,11 +35,12 @@ class InnerModel:
         norm_axes: axes of the norms of weights and gradients, all but that of the output units.
         on_grid: whether F mixes neighbouring tokens on the (h, w) grid.
         ends_linear: whether the last weight is a linear layer, so that only `read` needs its product.
-        first_back: index of the first weight through which `vjp` backpropagates e; None if there is none.
+        first_back: index of the first weight through which `vjp` backpropagates e; inf if there is none.
+            `InnerLoop.count_macs` counts these products.
         has_width, has_depth: whether the model has the options `InnerLoop.width` and `depth`.
     """
 
-    shapes: Callable[[Size, int], list[tuple[int, ...]]]
+    shapes: Callable[[int, float, int], list[tuple[int, ...]]]
     prepare: Callable[[Weights, Tensor, Grid], tuple]
     read: Callable[[Weights, tuple], Tensor]
     vjp: Callable[[Weights, tuple, Tensor], Iterable[_Pair]]
@@ -53,7 +48,7 @@ class InnerModel:
     norm_axes: tuple[int, ...] = (-2,)
     on_grid: bool = False
     ends_linear: bool = True
-    first_back: int | None = None
+    first_back: float = math.inf
     has_width: bool = False
     has_depth: bool = False
 
@@ -64,14 +59,9 @@ def _silu_slope(z: Tensor) -> Tensor:
     return sigmoid * (1 + z * (1 - sigmoid))
 
 
-def _square(count: int) -> Callable[[Size, int], list[tuple[int, ...]]]:
-    """Return the shapes of `count` d x d matrices."""
-    return lambda size, d: [(d, d)] * count
-
-
-def _mlp_shapes(size: Size, d: int) -> list[tuple[int, ...]]:
-    sides = [d, *[int(size.width * d)] * (size.depth - 1), d]
-    return list(itertools.pairwise(sides))
+def _mlp_shapes(d: int, width: float, depth: int) -> list[tuple[int, ...]]:
+    """Return the shapes of `depth` layers with `width`·d hidden units between them."""
+    return list(itertools.pairwise([d, *[int(width * d)] * (depth - 1), d]))
 
 
 def _mlp_prepare(W: Weights, x: Tensor, grid: Grid) -> tuple:
@@ -87,6 +77,7 @@ def _mlp_prepare(W: Weights, x: Tensor, grid: Grid) -> tuple:
 
 
 def _mlp_vjp(W: Weights, prepared: tuple, e: Tensor) -> Iterator[_Pair]:
+    """Yield the pairs from the last layer to the first, so that a caller who stops early saves the products."""
     inputs, pre = prepared
     yield inputs[-1], e
     for weight, x, z in zip(reversed(W[1:]), reversed(inputs[:-1]), reversed(pre), strict=True):
@@ -100,17 +91,20 @@ def _add_identity(W: Weights) -> list[Tensor]:
 
 
 def _swiglu_prepare(W: Weights, x: Tensor, grid: Grid) -> tuple:
+    """Return x, both pre-activations, the gate, and the hidden units, which W3 reads."""
     z1, z2 = x @ W[0], x @ W[1]
     gate = F.silu(z1)
     return x, z1, z2, gate, gate * z2
 
 
-def _swiglu_shapes(size: Size, d: int) -> list[tuple[int, ...]]:
-    hidden = int(size.width * d)
+def _swiglu_shapes(d: int, width: float, depth: int) -> list[tuple[int, ...]]:
+    """Return the shapes of W1, W2 and W3 for `width`·d hidden units."""
+    hidden = int(width * d)
     return [(d, hidden), (d, hidden), (hidden, d)]
 
 
 def _swiglu_vjp(W: Weights, prepared: tuple, e: Tensor) -> Iterator[_Pair]:
+    """Yield the pairs of W3, W2 and W1; where W3 alone learns, nobody asks for the others."""
     x, z1, z2, gate, a = prepared
     yield a, e
     back = e @ W[2].mT
@@ -119,11 +113,13 @@ def _swiglu_vjp(W: Weights, prepared: tuple, e: Tensor) -> Iterator[_Pair]:
 
 
 def _glu_prepare(W: Weights, x: Tensor, grid: Grid) -> tuple:
+    """Return x, both products, and the gate SiLU(x W2)."""
     z2 = x @ W[1]
     return x, x @ W[0], z2, F.silu(z2)
 
 
 def _glu_vjp(W: Weights, prepared: tuple, e: Tensor) -> Iterator[_Pair]:
+    """Yield the pairs of W2 and W1."""
     x, z1, z2, gate = prepared
     yield x, e * z1 * _silu_slope(z2)
     yield x, e * gate
@@ -136,6 +132,7 @@ def _conv_prepare(W: Weights, x: Tensor, grid: Grid) -> tuple:
 
 
 def _conv_read(W: Weights, prepared: tuple) -> Tensor:
+    """Convolve what `_conv_prepare` returned: (B, h, N, d); a kernel that all images share is repeated for each."""
     image, (B, heads, N, d) = prepared
     kernel = W[0].expand(B, *W[0].shape[-5:]).reshape(B * heads * d, -1, 3, 3)
     out = F.conv2d(image, kernel, padding=1, groups=image.shape[1] // kernel.shape[1])
@@ -167,20 +164,20 @@ _CONV: dict[str, Any] = {
 }
 MODELS: dict[str, InnerModel] = {
     "fc": InnerModel(  # x W
-        shapes=_square(1),
+        shapes=lambda d, width, depth: [(d, d)],
         prepare=lambda W, x, grid: (x,),
         read=lambda W, prepared: prepared[0] @ W[0],
         vjp=lambda W, prepared, e: [(prepared[0], e)],
     ),
     "silu_fc": InnerModel(  # SiLU(x W)
-        shapes=_square(1),
+        shapes=lambda d, width, depth: [(d, d)],
         prepare=lambda W, x, grid: (x, x @ W[0]),
         read=lambda W, prepared: F.silu(prepared[1]),
         vjp=lambda W, prepared, e: [(prepared[0], e * _silu_slope(prepared[1]))],
         ends_linear=False,
     ),
     "glu": InnerModel(  # (x W1) ⊙ SiLU(x W2)
-        shapes=_square(2),
+        shapes=lambda d, width, depth: [(d, d)] * 2,
         prepare=_glu_prepare,
         read=lambda W, prepared: prepared[1] * prepared[3],
         vjp=_glu_vjp,
@@ -204,6 +201,6 @@ MODELS: dict[str, InnerModel] = {
         has_width=True,
     ),
     # zero-padded 3x3 convolutions on the grid: dense within a head, and depth-wise
-    "conv": InnerModel(shapes=lambda size, d: [(d, d, 3, 3)], **_CONV),
-    "dwconv": InnerModel(shapes=lambda size, d: [(d, 1, 3, 3)], **_CONV),
+    "conv": InnerModel(shapes=lambda d, width, depth: [(d, d, 3, 3)], **_CONV),
+    "dwconv": InnerModel(shapes=lambda d, width, depth: [(d, 1, 3, 3)], **_CONV),
 }

@@ -110,6 +110,7 @@ class FastWeights(nn.Module):
         }
 
     def _count_rates(self) -> int:
+        """Return the learning rates of a token in a head: one for each matrix that learns, or none."""
         return 0 if self.rates is None else len(self.loop.learned)
 
 

@@ -23,10 +23,10 @@ class VitttLadder(Vittt):
         options = {"design": self.design, "chunk_size": self.chunk_size, "w0": self.w0, "eps": EPS, "step": step}
         if self.reading != Reading():
             options["reading"] = self.reading
-        tokens = self.grid_size[0] * self.grid_size[1]
-        tokens += len(self.prefix_positions(tokens))
         # draw the mixers a second time, after all other weights: recorded results were trained from this order of draws
         for block in self.blocks:
+            # a mixer asks for the number of tokens only where that is its chunk size
+            tokens = block.mixer.built_chunk
             block.mixer = block.mixer_class(self.embed_dim, self.num_heads, tokens, **options)
 
 

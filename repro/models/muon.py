@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 Muon = Literal["none", "lact", "nvs", "frobenius"]
-EPS = 1e-7
+EPS = 1e-7  # keeps the division by ‖G‖ finite
 # (a, b, c) of each iteration X <- aX + (bA + cA²)X with A = XXᵀ
 COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
     "lact": (

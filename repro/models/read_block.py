@@ -14,10 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.dispatch import compute_dtype
+
 from .backbone import insert_tokens
 from .image_model import Grid
 from .reading import Reading
-from .ttt_mixer import REDUCIBLE, Arguments, Design, TTTMixer, W0Mode, design_has
+from .ttt_mixer import REDUCIBLE, Arguments, TTTMixer, W0Mode, name_conv1d
 from .vittt_block import VitttBlock, class_positions
 
 # switches that change neither a block's operations nor its weights' shapes; `fused_block` reads their values from the
@@ -28,17 +30,6 @@ _OF_VALUES = ("positions", "w0_std", "token_scale_start", "eta_base")
 def choose_block(reading: Reading) -> Callable[..., VitttBlock]:
     """Return the constructor of the blocks in an interpretation."""
     return VitttBlock if reading == Reading() else functools.partial(ReadBlock, reading=reading)
-
-
-def name_conv1d(design: Design, reading: Reading) -> tuple[str, ...]:
-    """Return the names of a design's Conv1d layers: `conv_k`, `conv_q`, both or none."""
-    if not (design_has(design, "conv1d") or (design_has(design, "gating") and reading.conv1d_arrival != "together")):
-        return ()
-    if reading.conv1d_count == 1:
-        return ("conv_k",)
-    if design_has(design, "conv1d"):
-        return "conv_k", "conv_q"
-    return ("conv_k" if reading.conv1d_arrival == "key_with_gate" else "conv_q",)
 
 
 class ReadMixer(TTTMixer):
@@ -76,6 +67,7 @@ class ReadMixer(TTTMixer):
         super().reset_parameters(self.reading.w0_std)
 
     def _read(self, arguments: Arguments) -> Tensor:
+        """Return the outputs of the inner learners (B, T, R, H, d), plus the queries if the output has a residual."""
         # `_learn` adds the queries to the outputs, `_learn_plainly` does not
         if self.reading.inner_residual:
             return super()._read(arguments)
@@ -96,10 +88,12 @@ class ReadMixer(TTTMixer):
         return z if gate is None or gate_first else gate * z
 
     def _convolve(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Convolve queries and keys; a single Conv1d, which is always `conv_k`, gives both."""
         q, k = super()._convolve(q, k)
         return (k if self.reading.conv1d_count == 1 and hasattr(self, "conv_k") else q), k
 
     def _find_gate(self, parts: list[Tensor], x_BTD: Tensor, q: Tensor, k: Tensor) -> Tensor | None:
+        """Return the gate (B, T, D): from the projection, or of a layer of its own on x or on the forward keys."""
         gate = parts[0] if parts else None
         if self.gate_proj is not None:
             of_conv1d = k if hasattr(self, "conv_k") else q
@@ -109,10 +103,11 @@ class ReadMixer(TTTMixer):
         return F.gelu(gate, approximate="tanh") if self.reading.gate_activation == "gelu" else torch.sigmoid(gate)
 
     def _arrange(self, x_BTD: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Arguments:
+        """Collect the arguments of the inner learners, with positions in queries and keys and with the chosen target."""
         if self.reading.rotary == "chunk":
             shape = self.directions, self.num_heads, self.head_dim
             q, k = (rotate_in_chunks(t.unflatten(-1, shape), self.chunk_size or t.shape[1]) for t in (q, k))
-        if self.reading.inner_target == "v":
+        if self.reading.inner_target == "v":  # the learner subtracts k again
             v = v + k.flatten(2)
         return super()._arrange(x_BTD, q, k, v)
 
@@ -121,12 +116,10 @@ class ReadMixer(TTTMixer):
         rates = super().learning_rate(x_BTD)
         return rates.unflatten(-1, (-1, self.num_heads)) if self.reading.learning_rate == "per_direction" else rates
 
-    def scale_per_token(self, chunk_size: int) -> Tensor:
-        """Compute c (R, chunk_size), starting from 1/(j+1) or 1, with or without a learned delta."""
-        index = torch.arange(1, chunk_size + 1, device=self.b0.device, dtype=self.b0.dtype)
-        start = 1 / index if self.reading.token_scale_start == "reciprocal" else torch.ones_like(index)
-        start = start.expand(self.directions, -1)
-        return start if self.token_scale is None else self._add_delta(start)
+    def _start_scale(self, places: Tensor) -> Tensor:
+        """Return the scale before training, 1/place or 1."""
+        is_reciprocal = self.reading.token_scale_start == "reciprocal"
+        return super()._start_scale(places) if is_reciprocal else torch.ones_like(places)
 
 
 class ReadBlock(VitttBlock):
@@ -174,7 +167,7 @@ def rotate_in_chunks(t: Tensor, chunk_size: int) -> Tensor:
     Channels i and i + d/2 are turned by index · 10000^(−2i/d) radians.
     """
     T, R, d = t.shape[1], t.shape[2], t.shape[-1]
-    precise = {"device": t.device, "dtype": torch.promote_types(t.dtype, torch.float32)}
+    precise = {"device": t.device, "dtype": compute_dtype(t.dtype)}
     place = torch.arange(T, **precise) % chunk_size
     frequency = 10000 ** (-torch.arange(0, d, 2, **precise) / d)
     forward = place[:, None] * frequency
@@ -192,47 +185,3 @@ def count_class_rows(reading: Reading, num_class_tokens: int) -> int:
     if reading.positions == "none":
         return 0
     return max(num_class_tokens, int(reading.positions == "patches_and_class"))
-
-
-def change_param_terms(terms: dict[str, int], model: Any) -> dict[str, int]:
-    """Adapt the named counts of a Vittt's parameters from the default interpretation to the model's."""
-    reading, D, L, R = model.reading, model.embed_dim, model.depth, model.directions
-    if reading == Reading():
-        return terms
-    patches = model.grid_size[0] * model.grid_size[1]
-    rows = patches * (reading.positions != "none") + count_class_rows(reading, len(model.prefix_positions(patches)))
-    norms = {"merged": 1, "per_direction": R, "none": 0}[reading.post_norm]
-    dwconv = L * D * reading.dwconv_bias * design_has(model.design, "conv2d")
-    return terms | {
-        "pos_embed": rows * D,
-        "projection_biases": L * D * (reading.gate_bias * design_has(model.design, "gating") + reading.out_bias),
-        "conv1d": L * R * _count_conv1d(model) * (reading.conv1d_kernel + reading.conv1d_bias) * D,
-        "dwconv": terms["dwconv"] + dwconv,
-        "learning_rate": terms["learning_rate"] * _count_rates(model),
-        "inner_bias_and_norm": terms["inner_bias_and_norm"] // (R if reading.inner_norm == "shared" else 1),
-        "token_scale": terms["token_scale"] // R * {"per_direction": R, "shared": 1, "fixed": 0}[reading.token_scale],
-        "post_norm": terms["post_norm"] * norms,
-        "swiglu": terms["swiglu"] - L * (2 * int(8 * D / 3) + D) * (not reading.swiglu_bias),
-    }
-
-
-def change_mac_terms(terms: dict[str, int], model: Any, tokens: int, class_tokens: int) -> dict[str, int]:
-    """Adapt the named counts of a Vittt's multiply-adds from the default interpretation to the model's."""
-    reading, D, L = model.reading, model.embed_dim, model.depth
-    if reading == Reading():
-        return terms
-    convolved = class_tokens * (reading.dwconv_class_tokens == "one_pixel") * design_has(model.design, "conv2d")
-    return terms | {
-        "conv1d": L * tokens * model.directions * _count_conv1d(model) * reading.conv1d_kernel * D,
-        "dwconv": terms["dwconv"] + L * convolved * 9 * D,
-        "learning_rate": terms["learning_rate"] * _count_rates(model),
-    }
-
-
-def _count_conv1d(model: Any) -> int:
-    names = name_conv1d(model.design, model.reading)
-    return len(names) - (model.step == "q_is_k" and "conv_q" in names)
-
-
-def _count_rates(model: Any) -> int:
-    return model.directions if model.reading.learning_rate == "per_direction" else 1

@@ -3,6 +3,7 @@
 For each choice, docs/readings.md quotes the paper, gives the reason for the default and states what would refute it.
 """
 
+import contextlib
 import dataclasses
 import typing
 from collections.abc import Mapping
@@ -59,20 +60,18 @@ class Reading:
     swiglu_bias: bool = True
 
     def __post_init__(self) -> None:
-        hints = typing.get_type_hints(type(self))
         for field in dataclasses.fields(self):
-            value, hint = getattr(self, field.name), hints[field.name]
-            known = (False, True) if hint is bool else typing.get_args(hint)
+            value, known = getattr(self, field.name), _list_values(field)
+            # of the same type, too: True == 1 and 4.0 == 4
             if known and not any(value == each and type(value) is type(each) for each in known):
                 raise ValueError(f"reading: {field.name}={value}: expected one of {', '.join(map(_write, known))}")
-            if hint is float and not (type(value) in (int, float) and 0 < value < float("inf")):
+            if field.type is float and not (type(value) in (int, float) and 0 < value < float("inf")):
                 raise ValueError(f"reading: {field.name}={value}: expected a number above 0")
 
     def __str__(self) -> str:
-        changed = {
-            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default
-        }
-        return ",".join(f"{name}={_write(value)}" for name, value in changed.items())
+        """Return the text form, which `of` reads; it is empty for the default interpretation."""
+        values = {field: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return ",".join(f"{field.name}={_write(value)}" for field, value in values.items() if value != field.default)
 
     @classmethod
     def of(cls, value: Self | str | Mapping[str, Any]) -> Self:
@@ -84,31 +83,35 @@ class Reading:
         if isinstance(value, cls):
             return value
         given = dict(value) if isinstance(value, Mapping) else dict(map(_split, filter(None, value.split(","))))
-        hints = typing.get_type_hints(cls)
-        if unknown := [name for name in given if name not in hints]:
-            raise ValueError(f"reading: {unknown[0]}: no such switch{did_you_mean(unknown[0], hints)}")
+        switches = {field.name: field for field in dataclasses.fields(cls)}
+        if unknown := [name for name in given if name not in switches]:
+            raise ValueError(f"reading: {unknown[0]}: no such switch{did_you_mean(unknown[0], switches)}")
         return cls(
-            **{name: _read(text, hints[name]) if isinstance(text, str) else text for name, text in given.items()}
+            **{name: _read(text, switches[name]) if isinstance(text, str) else text for name, text in given.items()}
         )
 
 
+def _list_values(field: dataclasses.Field) -> tuple[Any, ...]:
+    """Return the values that a switch can have; none for a number, which has a range instead."""
+    return (False, True) if field.type is bool else typing.get_args(field.type)
+
+
 def _split(part: str) -> tuple[str, str]:
+    """Split `switch=value` of a reading's text into switch and value."""
     name, equals, value = part.partition("=")
     if not equals:
         raise ValueError(f"reading: {part!r}: expected switch=value, several of them separated by commas")
     return name.strip(), value.strip()
 
 
-def _read(text: str, hint: Any) -> Any:
-    """Parse a value; text that is no value of the switch is returned, and the class then refuses it."""
-    if hint is float:
-        try:
+def _read(text: str, field: dataclasses.Field) -> Any:
+    """Parse a switch's value; text that is no value of it is returned, and the class then refuses it."""
+    if field.type is float:
+        with contextlib.suppress(ValueError):
             return float(text)
-        except ValueError:
-            return text
-    known = (False, True) if hint is bool else typing.get_args(hint)
-    return next((each for each in known if _write(each) == text), text)
+    return next((each for each in _list_values(field) if _write(each) == text), text)
 
 
 def _write(value: Any) -> str:
+    """Return a value as the text form has it: `true` for True, and `1` for 1.0, which params.yaml may have as 1."""
     return str(value).lower() if isinstance(value, bool) else str(value).removesuffix(".0")

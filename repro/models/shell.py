@@ -79,6 +79,7 @@ class BlockTable(nn.Module):
 
 
 def _fit_table(module: BlockTable, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    """Resample a block's table before loading; PyTorch calls it with the state dict and the module's prefix."""
     fit_table(state, f"{prefix}table", module.table, module.grid, resample_positions)
 
 
@@ -156,14 +157,15 @@ class ClassFreeViT(Backbone):
         self.hidden, self.layer_scale, self.norm_eps = int(mlp_ratio * C), layer_scale, norm_eps
         if positions == "table":
             self.pos_embed = nn.Parameter(torch.empty(1, self.grid_size[0] * self.grid_size[1], C))
-        shared = {"hidden": self.hidden, "layer_scale": layer_scale, "norm_eps": norm_eps}
         self.blocks = nn.ModuleList(
             Block(
                 C,
                 *build_mixer(C),
                 BlockTable(C, self.grid_size, position_std) if positions == "block_table" else None,
+                hidden=self.hidden,
+                layer_scale=layer_scale,
+                norm_eps=norm_eps,
                 drop_path=rate,
-                **shared,
             )
             for rate in self.drop_path_rates
         )
@@ -204,11 +206,8 @@ class ClassFreeViT(Backbone):
 
     def param_terms(self) -> dict[str, int]:
         """Return named counts that add up to the model's parameters."""
-        C = self.embed_dim
-        L = self.depth
+        C, L, hidden, block = self.embed_dim, self.depth, self.hidden, self.blocks[0]
         N = self.grid_size[0] * self.grid_size[1]
-        hidden = self.hidden
-        block = self.blocks[0]
         return {
             "patch_embed": self.patch_embed.weight.numel() + C,
             "positions": {"table": N * C, "block_table": L * (N + 1) * C, "none": 0}[self.positions],

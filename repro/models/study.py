@@ -15,6 +15,7 @@ from .inner_mixer import STARTS, InnerMixer, Start
 from .shell import NANO_PATCH4_32, NANO_PATCH16_144, ClassFreeViT, Positions, SoftmaxMixer, require_choice
 
 Mixer = Literal["inner", "softmax"]
+# the options of `InnerLoop` that the study varies; others have no prefix `inner_` here
 _OPTIONS = ("model", "width", "depth", "loss", "lr", "rate", "epochs", "batches", "damping")
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels import selected_backend, ttt_linear, ttt_linear_bidir
-from kernels.dispatch import no_autocast
+from kernels.dispatch import compute_dtype, no_autocast
 from kernels.ttt_linear.op import one_direction
 from kernels.ttt_linear.plain import ttt_linear_plain
 from kernels.ttt_linear.reference import Arguments, InnerLearning, ttt_linear_dual
@@ -20,6 +20,7 @@ from kernels.ttt_linear.reference import Arguments, InnerLearning, ttt_linear_du
 from .as_built import are_as_built, built_conv
 from .backbone import call_scans, convolve_scans, pad_for_scans
 from .image_model import init_linear
+from .reading import Reading
 
 # Table 3, in the paper's order: each design has all parts of the designs before it, except W_q, which share_qk removes
 Design = Literal["ttt_layer", "share_qk", "gating", "conv1d", "dual", "conv2d"]
@@ -29,9 +30,6 @@ W0Mode = Literal["per_direction", "shared", "frozen"]
 Step = Literal["own", "ascent", "q_is_k", "plain", "dot"]
 STEPS: tuple[Step, ...] = get_args(Step)
 REDUCIBLE = ("plain", "dot")  # steps that reduce to linear attention, with a parallel form
-_NORM = (
-    "backend parallel: the LayerNorm of the inner learner stands between a step and the state; use step plain or dot"
-)
 DESIGNS: tuple[Design, ...] = get_args(Design)
 W0_MODES: tuple[W0Mode, ...] = get_args(W0Mode)
 
@@ -41,14 +39,19 @@ def design_has(design: Design, part: Design) -> bool:
     return DESIGNS.index(design) >= DESIGNS.index(part)
 
 
-def conv1d_names(design: Design) -> tuple[str, ...]:
-    """Return the names of a design's Conv1d layers: `conv_k`, `conv_q`, both or none."""
-    if design_has(design, "conv1d"):
+def name_conv1d(design: Design, reading: Reading) -> tuple[str, ...]:
+    """Return the names of a design's Conv1d layers in an interpretation: `conv_k`, `conv_q`, both or none."""
+    has_both = design_has(design, "conv1d")
+    if not (has_both or (design_has(design, "gating") and reading.conv1d_arrival != "together")):
+        return ()
+    if reading.conv1d_count == 1:
+        return ("conv_k",)
+    if has_both:
         return "conv_k", "conv_q"
-    return ("conv_k",) if design_has(design, "gating") else ()
+    return ("conv_k" if reading.conv1d_arrival == "key_with_gate" else "conv_q",)
 
 
-def ttt_linear_macs(tokens: int, heads: int, head_dim: int, chunk_size: int, step: Step = "own") -> int:
+def ttt_linear_macs(tokens: int, heads: int, head_dim: int, chunk_size: int, step: Step) -> int:
     """Count the multiply-adds of the inner learner in one direction, in the recurrent form.
 
     Per head and token, K·W, Q·W and the update of the state have d² each; Q·Kᵀ and A·G have n·d each in a chunk of n
@@ -61,21 +64,26 @@ def ttt_linear_macs(tokens: int, heads: int, head_dim: int, chunk_size: int, ste
     return heads * ((3 * tokens - saved) * head_dim * head_dim + 2 * squares * head_dim)
 
 
-def rate_of(arguments: Arguments, r: int) -> Tensor:
-    """Return the inner rates (B, T, H) of direction `r`, from shared (B, T, H) or separate (B, T, R, H) ones."""
-    return arguments.lr if arguments.lr.ndim == 3 else arguments.lr[:, :, r]
+def _take_direction(arguments: Arguments, r: int) -> list[Tensor]:
+    """Return the nine tensors of `Arguments` for direction `r`, without the axis of directions.
+
+    The inner rates are (B, T, H) if the directions share them, else (B, T, R, H): only a `Reading` has the latter, which
+    the operator for two directions does not take.
+    """
+    rates = arguments.lr if arguments.lr.ndim == 3 else arguments.lr[:, :, r]
+    return one_direction(arguments._replace(lr=rates)[:9], r)
 
 
 def replay_inner_learning(arguments: Arguments) -> InnerLearning:
-    """Compute the inner gradients (B,T,R,H,d) and losses (B,T,R,H) by the reference implementation.
+    """Compute the inner gradients (B,T,R,H,d) and losses (B,T,R,H) by the reference implementation, for probes.
 
     Both are taken at the state at the start of each token's chunk.
     """
-    found = []
-    for r, reverse in enumerate(arguments.reverse):
-        q, k, v = (x[:, :, r] for x in arguments[:3])
-        options = {"chunk_size": arguments.chunk_size, "reverse": reverse, "eps": arguments.eps, "return_inner": True}
-        found.append(ttt_linear_dual(q, k, v, rate_of(arguments, r), *(x[r] for x in arguments[4:9]), **options)[1])
+    options = {"chunk_size": arguments.chunk_size, "eps": arguments.eps, "return_inner": True}
+    found = [
+        ttt_linear_dual(*_take_direction(arguments, r), reverse=flag, **options)[1]
+        for r, flag in enumerate(arguments.reverse)
+    ]
     return InnerLearning(*(torch.stack(parts, 2) for parts in zip(*found, strict=True)))
 
 
@@ -97,6 +105,7 @@ class TTTMixer(nn.Module):
     """
 
     eta_base = 1.0  # the largest inner learning rate, times d
+    token_scale: nn.Parameter | None  # None only in a `Reading`
 
     def __init__(
         self,
@@ -140,7 +149,7 @@ class TTTMixer(nn.Module):
         self.split_sizes = [dim] * self.has_gate + [R * dim] * (2 + self.separate_q)
         self.in_proj = nn.Linear(dim, sum(self.split_sizes), bias=False)
         self.lr_proj = nn.Linear(dim, self.num_heads)
-        self.build_convs(conv1d_names(self.design))
+        self.build_convs(name_conv1d(self.design, Reading()))
         self.build_start(w0, norms=R)
         # delta of c[j] = max(0, 1/(j+1) + delta_j)
         self.token_scale = nn.Parameter(torch.zeros(R, self.built_chunk))
@@ -196,8 +205,10 @@ class TTTMixer(nn.Module):
         options = {"chunk_size": arguments.chunk_size, "eps": self.eps, "backend": self.backend}
         if self.directions == 2 and arguments.lr.ndim == 3:
             return ttt_linear_bidir(*arguments[:9], **options)
-        scans = [one_direction(arguments._replace(lr=rate_of(arguments, r))[:9], r) for r in range(self.directions)]
-        outs = [ttt_linear(*scan, reverse=flag, **options) for scan, flag in zip(scans, arguments.reverse, strict=True)]
+        outs = [
+            ttt_linear(*_take_direction(arguments, r), reverse=flag, **options)
+            for r, flag in enumerate(arguments.reverse)
+        ]
         return torch.stack(outs, 2)
 
     def _learn_plainly(self, arguments: Arguments) -> Tensor:
@@ -214,29 +225,23 @@ class TTTMixer(nn.Module):
 
         `plain` and `dot` have no b and no LN. All else is equal, also the initial values that a seed gives.
         """
-        o = arguments
-        target = o.v.to(torch.promote_types(o.v.dtype, torch.float32)) - o.k
+        v = arguments.v
+        arguments = arguments._replace(v=v.to(compute_dtype(v.dtype)) - arguments.k)  # v is the target there
         options = {
             "loss": "mse" if self.step == "plain" else "dot",
-            "chunk_size": o.chunk_size,
-            "form": self.selected_backend(o.q.dtype),
+            "chunk_size": arguments.chunk_size,
+            "form": self.selected_backend(v.dtype),
         }
-        with no_autocast(o.q.device.type):
-            scans = [
-                ttt_linear_plain(
-                    *(x[:, :, r] for x in (o.q, o.k, target)),
-                    rate_of(o, r),
-                    o.token_scale[r],
-                    o.W0[r],
-                    reverse=flag,
-                    **options,
-                )
-                for r, flag in enumerate(o.reverse)
+        with no_autocast(v.device.type):
+            outs = [
+                # q, k, v, lr, token_scale and W0
+                ttt_linear_plain(*_take_direction(arguments, r)[:6], reverse=flag, **options)
+                for r, flag in enumerate(arguments.reverse)
             ]
-        return torch.stack(scans, 2)
+        return torch.stack(outs, 2)
 
     def _merge(self, z_BTRD: Tensor, gate: Tensor | None) -> Tensor:
-        """Sum the directions to (B, T, D), normalise, and multiply by the gate."""
+        """Sum the directions (B, T, R, D) to (B, T, D), normalise, and multiply by the gate (B, T, D) if there is one."""
         z = self.post_norm(z_BTRD.sum(2))
         return z if gate is None else gate * z
 
@@ -249,7 +254,11 @@ class TTTMixer(nn.Module):
         return self._find_gate(parts, x_BTD, q, k), self._arrange(x_BTD, q, k, v)
 
     def _convolve(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Apply the causal Conv1d layers that exist to queries and keys (B, T, R·D)."""
+        """Apply the causal Conv1d layers that exist to queries and keys (B, T, R·D); both read `k`.
+
+        A design with Conv1d has one projection for queries and keys, so `q` is then `k`. Layers that are as built run as
+        one convolution of both directions; others, say with a hook, are called.
+        """
         if not self.convs:
             return q, k
         parts, count = k.chunk(self.directions, dim=-1), self.conv1d_kernel - 1
@@ -265,7 +274,11 @@ class TTTMixer(nn.Module):
         return found.get("conv_q", q), found.get("conv_k", k)
 
     def _find_gate(self, parts: list[Tensor], x_BTD: Tensor, q: Tensor, k: Tensor) -> Tensor | None:
-        """Return the gate (B, T, D) from the remaining projection of x, or None."""
+        """Return the gate (B, T, D), or None for a design without one.
+
+        `parts` is what is left of the projection of x: the gate before its activation, or nothing. The other arguments
+        are for `ReadMixer`, where the gate may come from them.
+        """
         return F.gelu(parts[0], approximate="tanh") if parts else None
 
     def _arrange(self, x_BTD: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Arguments:
@@ -300,8 +313,11 @@ class TTTMixer(nn.Module):
         )
 
     def _refuse_parallel(self) -> None:
+        """Raise a ValueError for the backend `parallel`, which only the steps of `REDUCIBLE` have."""
         if self.backend == "parallel":
-            raise ValueError(_NORM)
+            raise ValueError(
+                "backend parallel: the LayerNorm of the inner learner stands between a step and the state; use step plain or dot"
+            )
 
     def learning_rate(self, x_BTD: Tensor) -> Tensor:
         """Compute the inner learning rates (B, T, H), sigmoid(x_t · w_h + a_h) / d; the step `ascent` negates them.
@@ -312,13 +328,20 @@ class TTTMixer(nn.Module):
         return -rates if self.step == "ascent" else rates
 
     def scale_per_token(self, chunk_size: int) -> Tensor:
-        """Compute c (R, chunk_size): max(0, 1/(j+1) + delta_j), with delta_j = 0 beyond the learned length."""
-        index = torch.arange(1, chunk_size + 1, device=self.b0.device, dtype=self.b0.dtype)
-        return self._add_delta((1 / index).expand(self.directions, -1))
+        """Compute c (R, chunk_size): max(0, start_j + delta_j), with delta_j = 0 beyond the learned length.
 
-    def _add_delta(self, start: Tensor) -> Tensor:
-        """Compute max(0, start + delta), both (R, chunk_size)."""
-        delta, chunk_size = self.token_scale, start.shape[1]
+        `start` is 1/(j+1), see `_start_scale`. Without a learned delta, as a `Reading` may have it, c is `start`.
+        """
+        places = torch.arange(1, chunk_size + 1, device=self.b0.device, dtype=self.b0.dtype)
+        start = self._start_scale(places).expand(self.directions, -1)
+        delta = self.token_scale
+        if delta is None:
+            return start
+        # chunk_size 0 makes the whole sequence a chunk, whose length changes with the image
         if delta.shape[1] != chunk_size:
             delta = F.pad(delta[:, :chunk_size], (0, max(0, chunk_size - delta.shape[1])))
         return F.relu(start + delta)
+
+    def _start_scale(self, places: Tensor) -> Tensor:
+        """Return the scale before training of the tokens at these places in a chunk, counted from 1: (chunk_size,)."""
+        return 1 / places

@@ -15,9 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.dispatch import compute_dtype, no_autocast
+
 from .backbone import register_sizes, rename_prefixes
 from .image_model import Grid
-from .inner import InnerLoop, full_precision, learn
+from .inner import InnerLoop, learn
 from .shell import NANO_PATCH16_144, ClassFreeViT, build_cpe, require_choice
 
 INNER_SCALE = 1 / 3  # scale s of both inner losses, independent of the head dimension
@@ -97,10 +99,8 @@ class InnerTraining(nn.Module):
         projected = self.qkv(x_BNC)
         # fp32 also under autocast, because g is small: at initialisation (ViT3-T, 196 tokens) nine of ten terms e·F'(k)
         # are subnormal in fp16, and in bf16 one of eight elements of w does not change at all
-        with full_precision(x_BNC.device.type):
-            heads, conv = projected.to(torch.promote_types(projected.dtype, torch.float32)).split(
-                self.split_sizes, dim=-1
-            )
+        with no_autocast(x_BNC.device.type):
+            heads, conv = projected.to(compute_dtype(projected.dtype)).split(self.split_sizes, dim=-1)
             if rotation is not None:
                 width = self.num_heads * self.head_dim
                 qk, v = heads.split([2 * width, width], dim=-1)

@@ -16,7 +16,7 @@ from . import fused_block
 from .backbone import Backbone, insert_tokens, register_sizes, resample_positions
 from .graphs import Graphs
 from .image_model import Grid, init_linear
-from .read_block import change_mac_terms, change_param_terms, choose_block, count_class_rows
+from .read_block import choose_block, count_class_rows
 from .reading import Reading
 from .shell import require_choice
 from .ttt_mixer import (
@@ -27,8 +27,8 @@ from .ttt_mixer import (
     Design,
     Step,
     W0Mode,
-    conv1d_names,
     design_has,
+    name_conv1d,
     ttt_linear_macs,
 )
 from .vittt_block import EPS, POOLS, Pool, class_positions
@@ -65,11 +65,11 @@ class Vittt(Backbone):
         step: Step = "own",
         **kwargs: Any,
     ):
+        require_choice("design", design, DESIGNS)
+        require_choice("pool", pool, POOLS)
+        require_choice("w0", w0, W0_MODES)
         require_choice("step", step, STEPS)
         reading = Reading.of(reading)
-        for name, value, known in (("design", design, DESIGNS), ("pool", pool, POOLS), ("w0", w0, W0_MODES)):
-            if value not in known:
-                raise ValueError(f"{name} {value!r} is not one of {', '.join(known)}")
         if chunk_size < 0:
             raise ValueError(f"chunk_size {chunk_size} is negative; 0 takes the whole sequence as one chunk")
         super().__init__(pool=pool, **kwargs)
@@ -150,16 +150,19 @@ class Vittt(Backbone):
         return super().train(mode)
 
     def _apply(self, *args: Any, **kwargs: Any) -> "Vittt":
+        """Move or cast the model, as `to`, `cuda` and `half` ask; drop the graphs if that changed a weight."""
         super()._apply(*args, **kwargs)
         if self.graphs is not None:  # drop them now, because they keep the old weights' memory
             self.graphs.drop_stale(self)
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Load weights; drop the graphs, which would read the old ones."""
         self._drop_graphs()
         super()._load_from_state_dict(*args, **kwargs)
 
     def _drop_graphs(self) -> None:
+        """Free all captured passes; the blocks stay frozen."""
         if self.graphs is not None:
             self.graphs.drop()
 
@@ -178,6 +181,7 @@ class Vittt(Backbone):
         return tokens, grid
 
     def _resize(self, grid: Grid) -> None:
+        """Resample the positions; ValueError for `chunk_size` 0, whose token scale is as long as the sequence."""
         if not self.chunk_size:
             raise ValueError("chunk_size 0: the learned scale of the tokens is of the image size that was built for")
         super()._resize(grid)
@@ -193,29 +197,33 @@ class Vittt(Backbone):
 
     def param_terms(self) -> dict[str, int]:
         """Return named counts that add up to the model's parameters."""
-        D, L, H, R = self.embed_dim, self.depth, self.num_heads, self.directions
+        D, L, H, R, reading = self.embed_dim, self.depth, self.num_heads, self.directions, self.reading
         hidden = int(8 * D / 3)
         patches = self.grid_size[0] * self.grid_size[1]
         class_tokens = len(self.prefix_positions(patches))
+        rows = patches * (reading.positions != "none") + count_class_rows(reading, class_tokens)
+        biases = reading.gate_bias * design_has(self.design, "gating") + reading.out_bias
         states = {"per_direction": R, "shared": 1, "frozen": 0}[self.w0]  # a frozen W0 is a buffer, not a parameter
-        terms = {
+        inner_norms = (1 if reading.inner_norm == "shared" else R) * (self.step not in REDUCIBLE)
+        scales = {"per_direction": R, "shared": 1, "fixed": 0}[reading.token_scale]
+        post_norms = {"merged": 1, "per_direction": R, "none": 0}[reading.post_norm]
+        return {
             "patch_embed": self.patch_embed.weight.numel() + D,
-            "pos_embed": (patches + class_tokens) * D,
+            "pos_embed": rows * D,
             "class_tokens": class_tokens * D,
             "layer_norms": L * 4 * D + 2 * D,
             "projections": L * self.num_projections * D * D,
-            "projection_biases": 0,
-            "conv1d": L * R * self.num_conv1d * 5 * D,
-            "dwconv": L * 9 * D * design_has(self.design, "conv2d"),
-            "learning_rate": L * (D * H + H),
+            "projection_biases": L * D * biases,
+            "conv1d": L * R * self.num_conv1d * (reading.conv1d_kernel + reading.conv1d_bias) * D,
+            "dwconv": L * (9 + reading.dwconv_bias) * D * design_has(self.design, "conv2d"),
+            "learning_rate": L * self.num_rates * (D * H + H),
             "inner_state": L * states * H * (D // H) ** 2,
-            "inner_bias_and_norm": L * R * 3 * D * (self.step not in REDUCIBLE),
-            "token_scale": L * R * (self.chunk_size or patches + class_tokens),
-            "post_norm": L * 2 * D,
-            "swiglu": L * (3 * D * hidden + 2 * hidden + D),
+            "inner_bias_and_norm": L * inner_norms * 3 * D,
+            "token_scale": L * scales * (self.chunk_size or patches + class_tokens),
+            "post_norm": L * post_norms * 2 * D,
+            "swiglu": L * (3 * D * hidden + (2 * hidden + D) * reading.swiglu_bias),
             "head": self.num_classes * (D + 1),
         }
-        return change_param_terms(terms, self)
 
     def mac_terms(self, image_size: Grid) -> dict[str, int]:
         """Return named counts of multiply-adds for one image of (H, W) pixels.
@@ -224,21 +232,21 @@ class Vittt(Backbone):
         4·D for each Conv1d in each direction, 9·D for DWConv and D·H for the learning rate, with d = D/H and chunks of
         b tokens. The paper's Eq. 14, 6TD² + 6TDd + 4bTD, is the projections and the inner learner of two directions.
         """
-        D, L, H, R = self.embed_dim, self.depth, self.num_heads, self.directions
+        D, L, H, R, reading = self.embed_dim, self.depth, self.num_heads, self.directions, self.reading
         h, w = self.grid_of(*image_size)
         class_tokens = len(self.prefix_positions(h * w))
         N, T = h * w, h * w + class_tokens
-        terms = {
+        convolved = N + class_tokens * (reading.dwconv_class_tokens == "one_pixel")
+        return {
             "patch_embed": N * self.patch_embed.weight.numel(),
             "projections": L * T * self.num_projections * D * D,
-            "conv1d": L * T * R * self.num_conv1d * 4 * D,
-            "dwconv": L * N * 9 * D * design_has(self.design, "conv2d"),
-            "learning_rate": L * T * D * H,
+            "conv1d": L * T * R * self.num_conv1d * reading.conv1d_kernel * D,
+            "dwconv": L * convolved * 9 * D * design_has(self.design, "conv2d"),
+            "learning_rate": L * T * self.num_rates * D * H,
             "inner_learner": L * R * ttt_linear_macs(T, H, D // H, self.chunk_size, self.step),
             "swiglu": L * T * 3 * D * int(8 * D / 3),
             "head": D * self.num_classes,
         }
-        return change_mac_terms(terms, self, tokens=T, class_tokens=class_tokens)
 
     @property
     def directions(self) -> int:
@@ -247,9 +255,14 @@ class Vittt(Backbone):
 
     @property
     def num_conv1d(self) -> int:
-        """Number of Conv1d per direction: for the keys, and for the queries if they are used."""
-        names = conv1d_names(self.design)
+        """Number of Conv1d per direction; with the step `q_is_k` none for the queries, which are not used."""
+        names = name_conv1d(self.design, self.reading)
         return len(names) - (self.step == "q_is_k" and "conv_q" in names)
+
+    @property
+    def num_rates(self) -> int:
+        """Number of inner learning rates of a token in a head."""
+        return self.directions if self.reading.learning_rate == "per_direction" else 1
 
     @property
     def num_projections(self) -> int:

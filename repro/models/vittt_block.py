@@ -62,11 +62,13 @@ class VitttBlock(nn.Module):
     # eager inference notices by itself what the next two methods change; a compiled graph guards only on `frozen`
 
     def _apply(self, *args: Any, **kwargs: Any) -> "VitttBlock":
+        """Move or cast the block, as `to`, `cuda` and `half` ask; `find_frozen` ends the freeze if a weight changed."""
         super()._apply(*args, **kwargs)
         fused_block.find_frozen(self)
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Load weights and end the freeze."""
         self.frozen = None
         super()._load_from_state_dict(*args, **kwargs)
 
@@ -94,6 +96,7 @@ class VitttBlock(nn.Module):
         return tokens + insert_tokens(out, torch.zeros_like(tokens[:, list(positions)]), positions)
 
     def _convolve_patches(self, tokens: Tensor, grid: Grid, positions: tuple[int, ...]) -> Tensor:
+        """Return the convolved patches (B, h·w, D) of tokens that have class tokens at `positions`."""
         image = remove_tokens(tokens, positions).transpose(1, 2).unflatten(2, grid)  # a channels-last view, no copy
         return self.dwconv(image).flatten(2).transpose(1, 2)
 
