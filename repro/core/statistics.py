@@ -5,13 +5,15 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+Interval = tuple[float, float]  # (low, high): the ends of a range or of a 95 % interval
+
 
 class Sample(NamedTuple):
     """A mean with its uncertainty; `std` and `ci95` (low, high; Student's t) are None for a single value."""
 
     mean: float
     std: float | None
-    ci95: tuple[float, float] | None
+    ci95: Interval | None
 
 
 def describe_sample(values: Sequence[float], *, is_share: bool = False) -> Sample:
@@ -42,13 +44,13 @@ def measure_rise(curve: Mapping[int, float]) -> float | None:
     return max(late) - max(early) if late and early else None
 
 
-def clip_share(interval: Sequence[float]) -> tuple[float, float]:
+def clip_share(interval: Sequence[float]) -> Interval:
     """Clip the interval of a share in percent to [0, 100]."""
     low, high = interval
     return max(low, 0.0), min(high, 100.0)
 
 
-def share_interval(percent: float, trials: int) -> tuple[float, float]:
+def share_interval(percent: float, trials: int) -> Interval:
     """Return Wilson's 95 % interval, in percent, of a share observed in `trials` independent trials."""
     z, p = statistics.NormalDist().inv_cdf((1 + 0.95) / 2), percent / 100
     middle, half = p + z**2 / (2 * trials), z * math.sqrt(p * (1 - p) / trials + (z / (2 * trials)) ** 2)

@@ -19,12 +19,12 @@ from .gallery import COMPILED, Speeds, find_all_speeds, find_speeds, picture_blo
 from .markdown import bullets, join, picture, strong, table
 from .paper import ATTENTIONS, Comparison, Question
 from .records import OUTSIDE, describe_origin, describe_seeds, group_by, name_commits
-from .results import Results
+from .results import Results, SpeedGroup
 from .variants import judge_variants, list_unlike_machines
 from .verdicts import Status, Verdict, count_statuses, format_counts, format_ours, format_ratio, significant
 
 PIPELINE_FILE = "pipeline.json"
-_REPRODUCE = " reproduce"
+_REPRODUCE = " reproduce"  # the verdict on a question all of whose numbers match
 _CLOSE = 0.05  # if no number is off by a larger share, the verdict states the largest
 # statuses other than a match, as predicates of a sentence on their number
 _OUTCOMES = {
@@ -46,35 +46,40 @@ def lead_blocks(report: Report) -> str:
     The picture is that of the baseline comparison; without one, the paper's own drawings take its place.
     """
     paper, about = report.paper, report.paper.ledger.paper
-    drawings = paper.drawings(report).items()
-    drawn = [picture_blocks(f"figures/{name}", name, sources, report) for name, (sources, _) in drawings]
     claim = f"*{about.title}*, {about.version}. {paper.claim}".rstrip()
-    shown = _comparison_picture(report) or join(drawn)
+    drawings = paper.drawings(report).items()
+    shown = _comparison_picture(report) or join(
+        picture_blocks(f"figures/{name}", name, sources) for name, (sources, _) in drawings
+    )
     return join([claim, list_unlike_machines(report), verdict_blocks(report), speed_blocks(report), shown])
 
 
 def readme_blocks(reports: Sequence[Report]) -> dict[str, str]:
     """Write the blocks of README.md, by marker; the first of the reports must be the primary paper's."""
     first, *_ = reports
-    every = [verdict for report in reports for verdict in report.all]
-    unmeasured = count_statuses(every)[Status.NOT_MEASURED]
-    said = (
-        f"Of the {len(every):,} numbers and statements that the papers print, {unmeasured:,} have no counterpart here."
-    )
-    blocks = {"verdict": speed_blocks(first), "papers": join([_papers_table(reports), said])}
+    counts = count_statuses(verdict for report in reports for verdict in report.all)
+    unmeasured = f"{counts[Status.NOT_MEASURED]:,} have no counterpart here"
+    said = f"Of the {counts.total():,} numbers and statements that the papers print, {unmeasured}."
     pipeline = first.results.paths.results / PIPELINE_FILE
     took = _describe_pipeline(read_json(pipeline), first.results) if pipeline.is_file() else ""
     command = f"make reproduce   # every stage, on scans of digits with 8×8 pixels{took}"
-    blocks["run"] = f"```\n{command}\nmake test        # the tests\n```"
+    blocks = {
+        "verdict": speed_blocks(first),
+        "papers": join([_papers_table(reports), said]),
+        "run": f"```\n{command}\nmake test        # the tests\n```",
+    }
     if shown := _comparison_picture(first):
         blocks["picture"] = shown
     return blocks
 
 
 def _describe_pipeline(noted: Mapping[str, Any], results: Results) -> str:
-    """Describe how long all stages took, on which processor, and how many ran at once."""
-    own = (source.device.partition(", ")[0] for source in results.sources if source.stage and source.most_seeds)
-    devices = " and ".join(device.partition(": ")[2] for device in dict.fromkeys(own))
+    """Describe how long all stages took, on which processor, and how many ran at once.
+
+    `noted` is the content of results/pipeline.json; the processor is that of the stages' trainings.
+    """
+    machines = dict.fromkeys(source.machine for source in results.sources if source.stage and source.most_seeds)
+    devices = " and ".join(machine.partition(": ")[2] for machine in machines)
     jobs = f", {noted['jobs']} at once" if noted["jobs"] > 1 else ""
     return f": {noted['seconds'] / 60:.0f} minutes ({devices}{jobs})"
 
@@ -125,7 +130,7 @@ def judge_question(own: Sequence[Verdict]) -> tuple[str, str]:
 
 def measure_deviations(own: Sequence[Verdict]) -> list[float]:
     """Return the relative deviation of ours from each different printed number; empty if one is no number, or zero."""
-    found = {}
+    found = {}  # a number that stands in two tables counts once
     for verdict in own:
         if verdict.delta is None or not verdict.ours or not (printed := float(verdict.entry.printed or 0)):
             return []
@@ -138,16 +143,15 @@ def _compare_speeds(comparison: Comparison, measured: Sequence[Speeds]) -> str:
     (our_model, ours), (their_model, theirs) = comparison.ours, comparison.theirs
     rows = []
     for speeds in measured:
-        name = (
-            f"{str(speeds.group).partition(': ')[2]}, commit {name_commits(speeds.rows.values())}{speeds.group.caveat}"
-        )
+        group = speeds.group
+        name = f"{str(group).partition(': ')[2]}, commit {name_commits(speeds.rows.values())}{group.caveat}"
         for size in sorted(comparison.sizes, reverse=True):
             row = [name, f"{size}²", _format_row(speeds.rows.get((our_model, None, size)))]
             for attention in ATTENTIONS:
+                shown = _format_row(speeds.rows.get((their_model, attention, size)))
                 found = speeds.describe_ratio(attention, size), speeds.describe_memory(attention, size)
                 against = ", ".join(filter(None, found))
-                shown = _format_row(speeds.rows.get((their_model, attention, size)))
-                row.append(f"{shown}: {against}" if against else shown)
+                row.append(": ".join(filter(None, (shown, against))))
             rows.append(row)
     head = [f"{theirs}, {attention} attention: {ours}'s speed and memory against it" for attention in ATTENTIONS]
     said = "A range of a ratio divides the ends of both rows' ranges over processes. "
@@ -155,7 +159,7 @@ def _compare_speeds(comparison: Comparison, measured: Sequence[Speeds]) -> str:
     if any(HOST in cell for row in rows for cell in row):
         said += f" “{HOST}” does not grow with the image: the processor that launches the kernels sets it, and it says"
         said += f" nothing of the GPU. `{COMMAND}` measures the GPU's time."
-    if not any(speeds.is_gpu for speeds in measured):
+    if not any(speeds.group.is_gpu for speeds in measured):
         said += " No GPU has measured both."
     return join([table(["measured on", "image", ours, *head], rows), said])
 
@@ -167,18 +171,23 @@ def _compare_fastest(comparison: Comparison, results: Results) -> str:
     are none. Rows with the host's time are left out, because it says nothing about the device.
     """
     (our_model, ours), (their_model, theirs) = comparison.ours, comparison.theirs
-    sides: dict[tuple[str, int, int], dict[str, list[Row]]] = {}
-    for group, measured in results.speed_rows.items():
-        for row, source in measured:
-            height, width = row["image_size"]
-            is_measured = group.mode.startswith("infer") and row["latency_ms"] and row["host"] != HOST
-            if is_measured and height == width and height in comparison.sizes:
-                place = sides.setdefault((group.device, group.batch_size, height), {})
-                place.setdefault(results.model_key(row, source.path), []).append(row)
+    squares = [[size, size] for size in comparison.sizes]
+    measured = [
+        (group, results.model_key(row, source.path), row)
+        for group, found in results.speed_rows.items()
+        for row, source in found
+        if group.mode.startswith("infer") and row["image_size"] in squares and row["latency_ms"] and row["host"] != HOST
+    ]
+
+    def find_place(found: tuple[SpeedGroup, str, Row]) -> tuple[bool, int, int, str]:
+        """Return the kind of device, the batch size and the image size, by which places are sorted, and the device."""
+        group, _, row = found
+        return group.is_gpu, group.batch_size, row["image_size"][0], group.device
+
     rows = []
-    for place in sorted(sides, key=lambda place: (place[0].startswith("cuda"), *place[1:]), reverse=True):
-        device, batch_size, size = place
-        both = [sides[place].get(name, []) for name in (our_model, their_model)]
+    places = group_by(measured, find_place).items()
+    for (_, batch_size, size, device), own in sorted(places, key=lambda item: item[0][:3], reverse=True):
+        both = [[row for _, name, row in own if name == model] for model in (our_model, their_model)]
         ways = {(row["dtype"], row.get("compile") or False) for own in both for row in own}
         fastest = [_find_fastest(own) for own in both if own]
         if len(fastest) == 2 and len(ways) > 1 and (ratio := bound_ratio(*fastest)):
@@ -194,13 +203,13 @@ def _compare_fastest(comparison: Comparison, results: Results) -> str:
 
 def _list_emulated(results: Results) -> list[str]:
     """List the dtypes that were not measured on a device, because it would emulate their products."""
-    found = {}
-    for group, measured in results.speed_rows.items():
-        for row in (row for row, _ in measured if row["status"] == EMULATED):
-            found[group.device, row["dtype"]] = row["reason"]
-    return [
-        f"{dtype} on {device.partition(': ')[2]}: not measured, since {why}." for (device, dtype), why in found.items()
+    lines = [
+        f"{row['dtype']} on {group.device.partition(': ')[2]}: not measured, since {row['reason']}."
+        for group, measured in results.speed_rows.items()
+        for row, _ in measured
+        if row["status"] == EMULATED
     ]
+    return list(dict.fromkeys(lines))
 
 
 def _find_fastest(rows: Sequence[Row]) -> Row:
@@ -240,19 +249,19 @@ def note_pipeline(results: Results) -> None:
     """
     # without the record of the machine, which has no parameters and no results, and without other profiles' cells
     own = [each for each in results.sources if results.is_by_default(each) and "params_hash" in each.identity]
-    files = [results.paths.root / source.run_file for source in own]
-    if not files or not all(file.is_file() for file in files):
+    try:
+        runs = {source.unit: read_json(results.paths.root / source.run_file) for source in own}
+        stages = {unit: run["seconds"] for unit, run in runs.items()}
+        first = min(
+            datetime.datetime.fromisoformat(run["finished"]).timestamp() - run["seconds"] for run in runs.values()
+        )
+        seconds = sum(stages.values())
+    except (UserError, LookupError, TypeError, ValueError):  # a file is missing or damaged, or there is no record
         return
     file = results.paths.results / PIPELINE_FILE
     commits = sorted({source.commit for source in own})
+    # `repro run` sets the variable: when it began, in seconds since 1970, and how many stages run at once
     began, jobs = (float(each) for each in os.environ.get(RUN_BEGAN, "inf 1").split())
-    try:
-        runs = [read_json(file) for file in files]
-        first = min(datetime.datetime.fromisoformat(run["finished"]).timestamp() - run["seconds"] for run in runs)
-        stages = {source.unit: run["seconds"] for source, run in zip(own, runs, strict=True)}
-        seconds = sum(stages.values())
-    except (UserError, LookupError, TypeError, ValueError):
-        return
     if first > began - 1:  # a second of slack, because records have whole seconds
         seconds = time.time() - began
     else:  # at least one stage ran earlier
@@ -263,7 +272,10 @@ def note_pipeline(results: Results) -> None:
 
 
 def _answer(question: Question, report: Report) -> _Row:
-    """Write the row of a question: its verdict, our numbers next to the paper's, and their origin."""
+    """Write the row of a question: its verdict, our numbers next to the paper's, and their origin.
+
+    The origin is that of the records, the reason why nothing was measured, or the equations.
+    """
     own = report.select(question)
     verb, text = judge_question(own)
     why = f": {question.why}" if question.why and verb != _REPRODUCE else ""
@@ -315,6 +327,7 @@ def _comparison_picture(report: Report) -> str:
 
 
 def _format_row(row: Row | None) -> str:
+    """Return a speed row's time and memory, or its status if it failed; None is a row that was not measured."""
     if row is None:
         return "not measured"
     if row["status"] != "ok":

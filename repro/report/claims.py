@@ -9,6 +9,7 @@ from fractions import Fraction
 from functools import partial
 from typing import Any
 
+from ..core.statistics import Interval
 from .arithmetic import FUNCTIONS, Number, agreement, decimals, near
 from .expressions import Expression
 from .ledger import CHOSEN_BY_ROW, Entry, Relation
@@ -16,12 +17,12 @@ from .paper import Paper, Question
 from .results import Choose, Missing, Results, SpeedGroup
 from .verdicts import OPEN, Elsewhere, Status, Verdict, significant
 
-_SPEEDS = {"fps", "memory_mib"}
+_SPEEDS = {"fps", "memory_mib"}  # the functions of `Results.speed_functions`
 _SPEED_DTYPE = "fp16"  # of our rows on the paper's device that are compared with the paper's, whose dtype is not named
 _FITTED = {"macs_g_paper_convention"}  # counts by a convention that was fitted to the paper's rows
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)  # hashed by identity, for the cache of `judge_variants`
 class Report:
     """A paper's ledger, judged by our records."""
 
@@ -31,12 +32,16 @@ class Report:
 
     @property
     def all(self) -> list[Verdict]:
+        """The verdicts on all entries, in the ledger's order."""
         return list(self.verdicts.values())
 
     def select(self, question: Question) -> list[Verdict]:
         """Return the verdicts on a question's entries, in the ledger's order."""
-        names = [name for name in self.verdicts if any(fnmatchcase(name, pattern) for pattern in question.entries)]
-        return [self.verdicts[name] for name in names]
+        return [
+            verdict
+            for name, verdict in self.verdicts.items()
+            if any(fnmatchcase(name, pattern) for pattern in question.entries)
+        ]
 
 
 def judge_paper(paper: Paper, results: Results) -> Report:
@@ -52,6 +57,17 @@ def _calls(entry: Entry, functions: Set[str]) -> bool:
 
 
 class _Judge:
+    """Judges the entries of one paper.
+
+    Attributes:
+        paper_group: our speed rows under the paper's conditions; None if nobody measured any.
+        other_groups: our other rows of inference.
+        formulas: the paper's functions that an expression may call; `agrees` compares with an entry's printed number.
+        counts: the functions that read our records, apart from `_SPEEDS`.
+        unread: the same names, and those of `_SPEEDS`, for expressions over the paper's numbers: each raises `Missing`.
+        no_speeds: `_SPEEDS` without rows under the paper's conditions: each raises `Missing`.
+    """
+
     def __init__(self, paper: Paper, results: Results):
         self.paper, self.results = paper, results
         self.ledger, self.entries = paper.ledger, paper.ledger.entries
@@ -64,14 +80,21 @@ class _Judge:
         if batch:
             reason = f"no rows of one {device} at batch {batch}, as in the paper ({_SPEED_DTYPE})"
             missing = reason, f"repro efficiency  # on one {device}"
-        self.formulas = paper.formulas() | {
-            "agrees": lambda ours, name: bool(agreement(ours, self.entries[name].printed))
-        }
+        self.formulas = {**paper.formulas(), "agrees": self._agrees}
         self.counts = results.functions()
         self.unread = dict.fromkeys([*self.counts, *_SPEEDS], _raise_missing("the paper prints no such number", ""))
         self.no_speeds = dict.fromkeys(_SPEEDS, _raise_missing(*missing))
 
+    def _agrees(self, ours: Number, name: str) -> bool:
+        """Tell whether a number is the one that the paper prints in an entry, rounded or truncated."""
+        return agreement(ours, self.entries[name].printed) is not None
+
     def judge(self, entry: Entry) -> Verdict:
+        """Judge an entry by the first case that applies.
+
+        Nobody can have measured it; it is out of scope; we have no number of it; ours is compared with it. A
+        contradiction within the paper goes before the second case and replaces the status of the last two.
+        """
         decided = []
         for relation in entry.relations:
             with contextlib.suppress(Missing):
@@ -85,7 +108,7 @@ class _Judge:
         beyond = (each.out_of_scope for each in self.ledger.trace(entry) if each.out_of_scope)
         if evidence is None and (why := next(beyond, None)):
             return conclude(entry=entry, status=Status.OUT_OF_SCOPE, reason=why, command="none")
-        self.results.used.clear()
+        self.results.used.clear()  # from here on it collects the records of this entry alone
         entry, plainly = self._count_plainly(entry)
         conclude = partial(conclude, entry=entry, evidence=evidence, plainly=plainly)
         try:
@@ -95,7 +118,7 @@ class _Judge:
             status = Status.INCONSISTENT if evidence else Status.NOT_MEASURED
             return conclude(status=status, reason=reason, command=command, elsewhere=tuple(self._elsewhere(entry)))
         sources = tuple(sorted(self.results.used))
-        how, delta = ("holds" if ours else None), None
+        how, delta = ("holds" if ours else None), None  # of a statement
         if entry.printed is not None:
             how = agreement(ours, entry.printed, exact=entry.kind == "setting")
             ours, delta = float(ours), float(ours) - float(Fraction(entry.printed))
@@ -114,19 +137,20 @@ class _Judge:
     def _count_plainly(self, entry: Entry) -> tuple[Entry, bool | None]:
         """Return the entry, and whether the column's own convention gives the printed number; None if that is unknown.
 
-        If it does so by rounding, the entry has it in place of the convention that was chosen for the row.
+        If it does so by rounding, the entry has it in place of the convention that was chosen for the row: a choice
+        that was not needed makes no number fitted.
         """
         if entry.plain is None:
             return entry, None
-        plain = dataclasses.replace(entry, ours=entry.plain, plain=None, fitted=None)
         try:
-            agrees = agreement(self._ours(plain, self.paper_group), entry.printed)
+            agrees = agreement(self._evaluate_ours(entry.plain, self.paper_group), entry.printed)
         except Missing:
             return entry, None
         finally:
             self.results.used.clear()
-        is_plain = agrees == "rounding" and entry.fitted == CHOSEN_BY_ROW
-        return plain if is_plain else entry, agrees is not None
+        if agrees == "rounding" and entry.fitted == CHOSEN_BY_ROW:
+            entry = dataclasses.replace(entry, ours=entry.plain, plain=None, fitted=None)
+        return entry, agrees is not None
 
     def _ours_or_declared(self, entry: Entry) -> tuple[Number | bool, bool]:
         """Return our counterpart, and whether it is only declared; raise `Missing` if there is neither."""
@@ -187,6 +211,7 @@ class _Judge:
             return relation.because.format(computed=significant(float(self._of_paper(failing[0].left))))
 
         def satisfies(computed: Number) -> bool:
+            """Tell whether a value of `equals` is the printed number, within its slack or after rounding."""
             slack = Fraction(relation.within_percent or 0)
             return near(Fraction(entry.printed), computed, slack) or agreement(computed, entry.printed) is not None
 
@@ -198,22 +223,25 @@ class _Judge:
     def _is_explained_by_rounding(self, expression: Expression, satisfies: Callable[[Any], bool]) -> bool:
         """Tell whether operands that round or truncate to the printed ones may satisfy an expression.
 
-        Each operand is tried at both ends of its range: half a unit of the last digit below, and a unit above.
+        Each operand is tried at both ends of its range: half a unit of the last digit below, where rounding begins, and
+        almost a unit above, where truncation ends. Without operands there is no rounding.
         """
         printed = {name: self.entries[name].printed for name in expression.references}
-        for shifts in itertools.product((Fraction(-1, 2), 1 - Fraction(1, 10**9)), repeat=len(printed)):
-            moved = {
-                name: Fraction(digits) + shift / 10 ** decimals(digits)
-                for (name, digits), shift in zip(printed.items(), shifts, strict=True)
-            }
-            if moved and satisfies(self._of_paper(expression, moved)):
-                return True
-        return False
+        ends = [
+            [Fraction(digits) + shift / 10 ** decimals(digits) for shift in (Fraction(-1, 2), 1 - Fraction(1, 10**9))]
+            for digits in printed.values()
+        ]
+        corners = (dict(zip(printed, values, strict=True)) for values in itertools.product(*ends))
+        return bool(printed) and any(satisfies(self._of_paper(expression, moved)) for moved in corners)
 
     def _of_paper(
         self, expression: Expression, moved: Mapping[str, Number] | None = None, *, counted: bool = False
     ) -> Number | bool:
-        """Evaluate an expression over the printed numbers, or those in `moved`; with `counted`, over our counts too."""
+        """Evaluate an expression over the printed numbers, or those in `moved`; with `counted`, over our counts too.
+
+        Raises:
+            Missing: it calls a function whose numbers it may not use.
+        """
         printed = moved.__getitem__ if moved else lambda name: Fraction(self.entries[name].printed)
         return expression.evaluate(printed, self.unread | (self.counts if counted else {}) | self.formulas)
 
@@ -228,7 +256,12 @@ class _Judge:
     ) -> Number | bool:
         """Evaluate an expression for our numbers.
 
-        `attention` holds for the calls of this expression, and not for those of entries that it names.
+        Args:
+            expression: of a ledger; the ids in it stand for our counterparts.
+            group: the rows of speed; None if none was measured under the paper's conditions.
+            attention: the attention whose rows stand for the paper's unfused ones in the calls of this expression, not
+                in those of entries that it names.
+            choose: picks each speed, see `Choose`; None takes the median.
         """
         speeds = self.results.speed_functions(group, attention, choose) if group else self.no_speeds
         functions = self.counts | speeds | self.formulas
@@ -238,7 +271,10 @@ class _Judge:
             raise Missing("it divides by a difference of our numbers, which are equal", "none") from None
 
     def _elsewhere(self, entry: Entry) -> Iterator[Elsewhere]:
-        """Evaluate the entry on each other group of rows that has some of its inputs."""
+        """Evaluate the entry on each other group of rows that has some of its inputs.
+
+        The baseline's fused attention is evaluated beside the unfused one, if its rows have the same inputs.
+        """
         if not _calls(entry, _SPEEDS):
             return
         parts = entry.ours.conjuncts
@@ -268,9 +304,10 @@ class _Judge:
         A row of one process has no range. The median's value then is the only one, and a statement gets its contrary as
         well, so that it is not separated.
         """
-        intervals: dict[str, tuple[float, float] | None] = {}
+        intervals: dict[str, Interval | None] = {}  # row in words -> the ends of its speed
 
-        def note(row: str, speed: float, ends: tuple[float, float] | None) -> float:
+        def note(row: str, speed: float, ends: Interval | None) -> float:
+            """Take the median, and keep the ends for the combinations."""
             intervals[row] = ends
             return speed
 
@@ -279,7 +316,7 @@ class _Judge:
             return [values[0], not values[0]] if isinstance(values[0], bool) else values
         for ends in itertools.product(*intervals.values()):
             at = dict(zip(intervals, ends, strict=True))
-            values.append(self._evaluate_ours(part, group, attention, lambda row, speed, ends, at=at: at[row]))
+            values.append(self._evaluate_ours(part, group, attention, lambda row, *_, at=at: at[row]))
         return values
 
 
@@ -292,7 +329,7 @@ def _raise_missing(reason: str, command: str) -> Callable:
     return function
 
 
-def _join(parts: Sequence[Sequence[Number | bool]]) -> tuple[float | bool | str, tuple[float, float] | None]:
+def _join(parts: Sequence[Sequence[Number | bool]]) -> tuple[float | bool | str, Interval | None]:
     """Combine the values of the parts, see `_spread`: a quantity and its ends, or a statement's word.
 
     A statement holds if all its parts do at every speed. It does not if a part never does; otherwise it is `OPEN`.

@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 from .claims import Report
 from .ledger import Claim, Entry
 from .markdown import code, join, number, strong, table
-from .records import group_by
+from .records import group_by, is_remark
 from .verdicts import (
     KIND_MEANINGS,
     STATUSES,
@@ -29,7 +29,7 @@ _LEGEND = {
     "–": "not measured, or nobody can have measured it as described; the page says why",
     "○": "out of scope: it needs a model of another field than vision",
 }
-_EVIDENCE = ["where", "it prints", "but"]
+_EVIDENCE = ["where", "it prints", "but"]  # the header of the tables whose rows `_evidence_row` returns
 # function of a ledger's expressions -> how it counts a classifier, head included
 _COUNTED = {
     "params_m": "every parameter",
@@ -41,22 +41,24 @@ _COUNTED = {
 
 
 def find_claims_files(report: Report) -> str:
+    """Return the name of the file with all entries, which lies beside the page."""
     return code(PurePosixPath(report.paper.claims_file).name)
 
 
 def list_marks(_: Report) -> str:
+    """Explain the marks of the statuses; every function of a template gets the report, also one that needs none."""
     return table(["mark", "what it means"], _LEGEND.items())
 
 
 def list_ways(report: Report) -> str:
     """Count the paper's entries by what can reproduce them: the default run, other runs, the papers' data and GPUs."""
-    graph = {source.path for source in report.results.sources if report.results.is_by_default(source)}
+    by_pipeline = {source.path for source in report.results.sources if report.results.is_by_default(source)}
     # the report itself reads the profiles
-    graph |= {path for verdict in report.all for path in verdict.sources if path.startswith("profiles/")}
+    by_pipeline |= {path for verdict in report.all for path in verdict.sources if path.startswith("profiles/")}
     measured = [verdict for verdict in report.all if verdict.ours is not None]
-    by_default = sum(graph.issuperset(verdict.sources) for verdict in measured)
+    by_default = sum(by_pipeline.issuperset(verdict.sources) for verdict in measured)
     others = [verdict for verdict in report.all if verdict.ours is None]
-    by_command = sum(verdict.command is not None and not _is_remark(verdict.command) for verdict in others)
+    by_command = sum(not is_remark(verdict.command) for verdict in others)
     plan = "`repro plan --profile paper` says the hours and the memory of GPUs"
     commands = f"the commands under “Not measured, and why”; {plan}"
     rows = [
@@ -96,9 +98,14 @@ def count_relations(report: Report, what: str) -> int:
     `consistent` counts the unmeasured entries whose relations were checked and hold.
     """
     own = _find_status(report, Status.NOT_MEASURED)
-    checks, broken = sum(each.checks for each in report.all), sum(each.violations for each in report.all)
-    found = {"checked": checks, "hold": checks - broken, "broken": broken, "unmeasured": len(own)}
-    found["consistent"] = sum(bool(each.checks) and not each.violations for each in own)
+    checked, broken = sum(each.checks for each in report.all), sum(each.violations for each in report.all)
+    found = {
+        "checked": checked,
+        "hold": checked - broken,
+        "broken": broken,
+        "unmeasured": len(own),
+        "consistent": sum(each.checks > 0 and each.violations == 0 for each in own),
+    }
     return found[what]
 
 
@@ -112,13 +119,11 @@ def list_tables(report: Report) -> str:
     sections = []
     for about in report.paper.ledger.tables:
         header = ["", *(f"{column.label} ({column.unit})" for column in about.columns.values())]
-        own = {
-            row: [report.verdicts[f"{about.id}.{row}.{column}"] for column in about.columns] for row in about.records
-        }
-        rows = [[about.labels[row], *map(_compare, of_row)] for row, of_row in own.items()]
-        notes = [f"Each entry: paper → ours. {format_counts(itertools.chain(*own.values()))}.", about.note]
-        for column, verdicts in zip(about.columns.values(), zip(*own.values())):
-            if agreeing := [each.plainly for each in verdicts if each.plainly is not None]:
+        own = [[report.verdicts[f"{about.id}.{row}.{column}"] for column in about.columns] for row in about.records]
+        rows = [[label, *map(_compare, of_row)] for label, of_row in zip(about.labels.values(), own, strict=True)]
+        notes = [f"Each entry: paper → ours. {format_counts(itertools.chain(*own))}.", about.note]
+        for column, of_column in zip(about.columns.values(), zip(*own)):
+            if agreeing := [each.plainly for each in of_column if each.plainly is not None]:
                 agree = f"{sum(agreeing)} of these {len(agreeing)} {column.label} agree."
                 notes.append(f"By the column's own convention, without one that was chosen for a row, {agree}")
         sections += [f"## {about.place}: {about.title}", " ".join(filter(None, notes)), table(header, rows)]
@@ -130,7 +135,7 @@ def shared_counts(reports: Sequence[Report]) -> str:
 
     It is empty if no two papers print the same count.
     """
-    found: dict[tuple[str, str], dict[str, Verdict]] = {}
+    found: dict[tuple[str, str], dict[str, Verdict]] = {}  # (row of the counts, what is counted) -> paper -> verdict
     for report in reports:
         for verdict in report.all:
             expression = verdict.entry.plain or verdict.entry.ours
@@ -138,24 +143,25 @@ def shared_counts(reports: Sequence[Report]) -> str:
             if len(calls) == 1 and calls[0].name in _COUNTED:
                 what = "parameters (M)" if calls[0].name == "params_m" else "FLOPs (G)"
                 found.setdefault((str(calls[0].args[0]), what), {}).setdefault(report.paper.name, verdict)
-    shared = {key: own for key, own in found.items() if len(own) > 1}
+    shared = [(key, own) for key, own in found.items() if len(own) > 1]
     if not shared:
         return ""
-    unlike = {}
-    for key, own in shared.items():
-        if len({(each.entry.printed, each.status) for each in own.values()}) > 1:
-            unlike[key] = own
-    papers = [report.paper.name for report in reports if any(report.paper.name in own for own in unlike.values())]
+    unlike = [
+        (key, own) for key, own in shared if len({(each.entry.printed, each.status) for each in own.values()}) > 1
+    ]
+    papers = [report.paper.name for report in reports if any(report.paper.name in own for _, own in unlike)]
     rows = []
-    for (model, what), own in unlike.items():
+    for (model, what), own in unlike:
         ways = {name: _COUNTED[verdict.entry.ours.calls[0].name] for name, verdict in own.items()}
         counted, *others = dict.fromkeys(ways.values())
         if others:
             counted = "; ".join(f"{name}: {way}" for name, way in ways.items())
         rows.append([code(model), what, *(_compare(own[name]) if name in own else "–" for name in papers), counted])
-    alike = len(shared) - len(unlike)
-    text = f"{len(shared)} counts are printed by two papers or more. Ours come from one record, and are of the whole "
-    text += f"classifier at the image size after the @. {alike} have one number and one verdict; the others:"
+    text = (
+        f"{len(shared)} counts are printed by two papers or more. Ours come from one record, and are of the whole "
+        f"classifier at the image size after the @. {len(shared) - len(unlike)} have one number and one verdict; the "
+        "others:"
+    )
     header = ["model", "count", *papers, "how ours is counted"]
     return join(["## Counts that several papers print", text, table(header, rows)])
 
@@ -178,7 +184,7 @@ def list_differences(report: Report) -> str:
     differing = [each for each in report.all if each.status in (Status.EXPLAINED, Status.UNEXPLAINED)]
     groups = group_by(differing, lambda each: each.explanation)
     rows = []
-    for why, own in sorted(groups.items(), key=lambda item: not item[0]):
+    for why, own in sorted(groups.items(), key=lambda item: item[0] is None):  # the unexplained ones come last
         shown = "; ".join(f"{each.entry.printed or each.entry.says} → {format_ours(each)}" for each in own)
         rows.append([", ".join(each.entry.id for each in own), shown, why or strong("unexplained")])
     return table(["entries", "paper → ours", "why"], rows)
@@ -192,6 +198,7 @@ def not_measurable(report: Report) -> str:
 
 
 def _find_status(report: Report, word: str) -> list[Verdict]:
+    """Find the verdicts of one status, in the ledger's order."""
     return [verdict for verdict in report.all if verdict.status == word]
 
 
@@ -204,11 +211,11 @@ def list_unmeasured(report: Report) -> str:
     """List the reasons why there is no number of ours, the most frequent first."""
     own = _find_status(report, Status.NOT_MEASURED)
     # entries that no command would measure have their own rows
-    groups = group_by(own, lambda each: (each.reason, _is_remark(each.command)))
+    groups = group_by(own, lambda each: (each.reason, is_remark(each.command)))
     rows = []
     for (reason, _), alike in sorted(groups.items(), key=lambda item: (-len(item[1]), item[0])):
         first, *more = dict.fromkeys(each.command for each in alike)
-        shown = first if _is_remark(first) else code(first)
+        shown = first if is_remark(first) else code(first)
         if more:
             shown += f" (and {len(more)} more, in {PurePosixPath(report.paper.claims_file).name})"
         rows.append([number(len(alike)), reason, shown])
@@ -229,11 +236,12 @@ def _claim_table(report: Report, *, are_headlines: bool) -> str:
     A claim that repeats a headline's words is a headline too. Claims with the same words and result share a row.
     """
     claims = report.paper.ledger.claims
-    entries = [(claim.says, entry) for claim in claims for entry in claim.entries]
-    headlines = {says for says, entry in entries if entry.id.startswith(report.paper.headlines)}
+    prefixes = report.paper.headlines
+    headlines = {claim.says for claim in claims if any(entry.id.startswith(prefixes) for entry in claim.entries)}
     chosen = [claim for claim in claims if (claim.says in headlines) == are_headlines]
 
     def show(claim: Claim) -> tuple[str, str, str, str]:
+        """Return a claim's row without its place."""
         own = [report.verdicts[entry.id] for entry in claim.entries]
         notes = ["[elsewhere](#on-other-devices-than-the-papers)"] if any(each.elsewhere for each in own) else []
         if are_headlines:
@@ -279,12 +287,8 @@ def _key(claim: Claim, verdict: Verdict) -> str:
 
 
 def _prints(entry: Entry) -> str:
+    """Return what the paper prints: a statement, a number of the text with its statement, or a table's bare number."""
     if entry.printed is None:
         return entry.says
     printed = f"{entry.printed} {entry.unit}".strip()
     return printed if entry.id.startswith("table") else f"{strong(printed)}: {entry.says}"
-
-
-def _is_remark(command: str) -> bool:
-    """Tell whether a command is only a remark: `none`, perhaps with a reason."""
-    return command.startswith("none")

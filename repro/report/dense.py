@@ -1,6 +1,7 @@
 """Comparison of trainings on dense tasks with a method that learns nothing: scores, learning curves and confusions."""
 
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -26,12 +27,16 @@ from .records import (
 from .results import Missing, Results
 
 _AHEAD, _BEHIND, _UNDECIDED = "ahead of it", "behind it", "not separated from it"
+# (stage, data set, scores without learning as text) -> the records with these reference scores
 _Runs = dict[tuple[str, str, str], list[Source]]
 _LINES = {"pretrained": "-", "random": "--"}  # initial weights -> line style
 
 
 def _find_compared_runs(results: Results) -> _Runs:
-    """Return (stage, data set, scores without learning as text) -> the records that hold these reference scores."""
+    """Group the records that hold the scores of a method without learning, see `_Runs`.
+
+    A run outside the pipeline has no stage; its first score tells the task.
+    """
     runs: _Runs = {}
     for source in results.score_sources:
         m = source.metrics
@@ -64,13 +69,12 @@ def compare_without_learning(report: Report) -> str:
         rows = []
         for source in own:
             m = source.metrics
-            counts = (number(count, ".0f") for count in (m["epochs"], source.most_seeds, m["held_out_images"]))
+            about = [code(source.place), _name_first_weights(source), m["epochs"], source.most_seeds]
             scores = (format_scores(m, {key: ""}, 1) for key in labels)
-            origin = describe_origin([source])
-            rows.append([code(source.place), _name_first_weights(source), *counts, *scores, origin])
+            rows.append([*about, m["held_out_images"], *scores, describe_origin([source])])
         rows.append(["without learning", *["–"] * 4, *(format_scores(reference, {key: ""}, 1) for key in labels), "–"])
-        header = [f"{stage}, {data}", "first weights", "epochs", "seeds", "held-out images"]
-        header += [*labels.values(), "measured on"]
+        header = [f"{stage}, {data}", "first weights", "epochs", "seeds", "held-out images", *labels.values()]
+        header.append("measured on")
         against = bullets(_against(source, reference, labels) for source in own)
         blocks += [table(header, rows), against, _compare_first_weights(own, labels), _class_scores(own)]
     return join(blocks)
@@ -99,22 +103,29 @@ def plan_dense(report: Report) -> Drawings:
     for data, runs in confused.items():
         drawn[f"confusion_{data}.png"] = runs, partial(_draw_confusion, sources=runs)
 
-    def is_own(source: Source) -> bool:
-        return report.results.stands_on(report.paper, source.metrics["model"])
-
-    return {name: each for name, each in drawn.items() if any(map(is_own, each[0]))}
+    stands_on = partial(report.results.stands_on, report.paper)
+    return {
+        name: (sources, draw)
+        for name, (sources, draw) in drawn.items()
+        if any(stands_on(source.metrics["model"]) for source in sources)
+    }
 
 
 def _draw_curves(path: Path, tasks: Mapping[str, Sequence[Source]], *, results: Results) -> Path:
     """Draw a row of panels for each task, one per score.
 
     Thin lines show the seeds, a thick line their mean, and a star the reported score.
+
+    Args:
+        path: the PNG file.
+        tasks: stage -> its trainings, all on one data set.
+        results: has the labels of the scores.
     """
     figure, axes = new_figure(CURVE_SCORES, len(tasks))
     handles: dict[str, Any] = {}
     for (stage, sources), panels in zip(tasks.items(), axes.reshape(len(tasks), CURVE_SCORES), strict=True):
         labels = list(results.scores[stage].items())[:CURVE_SCORES]
-        for spare in panels[len(labels) :]:
+        for spare in panels[len(labels) :]:  # of a task with fewer scores
             spare.remove()
         for panel, (key, label) in zip(panels, labels, strict=False):
             for place, source in enumerate(sources):
@@ -124,21 +135,27 @@ def _draw_curves(path: Path, tasks: Mapping[str, Sequence[Source]], *, results: 
             panel.set(xlabel="epoch", ylabel=f"{stage}: {label} (%)", ylim=(0, None))
             panel.xaxis.get_major_locator().set_params(integer=True)
             panel.grid(True, axis="y", linewidth=0.4, alpha=0.5)
-        handles |= dict(zip(*reversed(panels[0].get_legend_handles_labels()), strict=True))
+        of_panel, names = panels[0].get_legend_handles_labels()
+        handles |= dict(zip(names, of_panel, strict=True))
     columns = 2
-    rows = -(-len(handles) // columns)
+    rows = math.ceil(len(handles) / columns)
     figure.legend(handles.values(), handles, loc="lower center", ncols=columns, frameon=False, fontsize=9)
     shown = [source for sources in tasks.values() for source in sources]
     first = shown[0].metrics
+    # a training evaluates `tune` in every epoch, and `test` once
     split = f"curves on {'tune' if first['split'] == 'test' else first['split']}"
     interval = ", with its 95 % interval over seeds" if any(source.most_seeds > 1 for source in shown) else ""
     figure.suptitle(f"{first['data']}: {split}; star: {first['split']}{interval}", fontsize=11)
+    # below the panels, room in inches for the rows of the legend
     figure.tight_layout(rect=(0, (0.12 + 0.2 * rows) / figure.get_figheight(), 1, 1))
     return save_png(figure, path)
 
 
 def _draw_curve(panel: Any, source: Source, key: str, shift: float) -> None:
-    """Draw a training's curves in its family's colour, and its star `shift / 2` epochs after the last epoch."""
+    """Draw a training's curves in its family's colour, and its star `shift / 2` epochs after the last epoch.
+
+    `key` names the score; the shift, from 0 to 1, keeps the stars of several trainings apart.
+    """
     m, first = source.metrics, _name_first_weights(source)
     family = m["model"].split("_")[0]
     _, colour, marker, _ = STYLES.get(family, (family, "black", "x", "-"))
@@ -167,7 +184,7 @@ def _draw_confusion(path: Path, sources: Sequence[Source]) -> Path:
         image = panel.imshow(shares, cmap="Blues", vmin=0, vmax=100)
         for y, row in enumerate(shares):
             for x, share in enumerate(row):
-                if share >= 0.5:
+                if share >= 0.5:  # smaller ones would print as 0
                     colour = "white" if share > 55 else "black"
                     panel.text(x, y, f"{share:.0f}", ha="center", va="center", fontsize=8, color=colour)
         panel.set_xticks(range(len(names)), names, rotation=90)
@@ -181,15 +198,19 @@ def _draw_confusion(path: Path, sources: Sequence[Source]) -> Path:
 
 
 def _against(source: Source, reference: Mapping[str, float], labels: Mapping[str, str]) -> str:
-    """Name the scores in which a run is ahead of the method without learning, behind it, or not separated from it."""
+    """Name the scores in which a run is ahead of the method without learning, behind it, or not separated from it.
+
+    Its 95 % interval decides, or the score alone where it has none.
+    """
     m = source.metrics
     said: dict[str, list[str]] = {_AHEAD: [], _BEHIND: [], _UNDECIDED: []}
     for key, label in labels.items():
-        interval = find_score_interval(m, key) or [m[key]] * 2
-        word = _AHEAD if interval[0] > reference[key] else _BEHIND if interval[1] < reference[key] else _UNDECIDED
+        low, high = find_score_interval(m, key) or (m[key], m[key])
+        word = _AHEAD if low > reference[key] else _BEHIND if high < reference[key] else _UNDECIDED
         said[word].append(f"{label} ({m[key] - reference[key]:+.1f} points)")
-    joined = ((word, " and ".join(filter(None, (", ".join(of[:-1]), *of[-1:])))) for word, of in said.items())
-    parts = [f"{word} in {names}" for word, names in joined if names]
+    parts = []
+    for word, (*others, last) in ((word, names) for word, names in said.items() if names):
+        parts.append(f"{word} in {', '.join(others)} and {last}" if others else f"{word} in {last}")
     seeds = describe_seeds([source])
     return f"{code(source.place)}, against the method without learning: {'; '.join(parts)} ({seeds})."
 
@@ -216,10 +237,13 @@ def _compare_first_weights(sources: Sequence[Source], labels: Mapping[str, str])
 
 
 def _name_training(source: Source) -> tuple[Any, ...]:
-    """Return what a model with pretrained first weights and one with random ones must have in common."""
+    """Return what a model with pretrained first weights and one with random ones must have in common.
+
+    `_compare_first_weights` sorts by it and reads the model and the epochs from its first two places.
+    """
     m = source.metrics
     options = json.dumps(m["options"], sort_keys=True)
-    return m["model"], m["epochs"], m["steps"], m["batch_size"], options, bool(m.get("freeze")), m["data"]
+    return m["model"], m["epochs"], m["steps"], m["batch_size"], options, bool(m.get("freeze")), *source.scored_on
 
 
 def _class_scores(sources: Sequence[Source]) -> str:
@@ -230,6 +254,7 @@ def _class_scores(sources: Sequence[Source]) -> str:
         runs = [run[key] for run in source.metrics["by_seed"] if key in run]
         if not runs:
             continue
+        # a class that is in no image has None, and beside it the reason
         names = names or [name for name in runs[0] if not name.endswith("_reason")]
         scores = [[run[name] for run in runs if isinstance(run.get(name), int | float)] for name in names]
         rows.append([code(source.place), *(number(statistics.fmean(each) if each else None, ".1f") for each in scores)])

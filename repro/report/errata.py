@@ -4,6 +4,7 @@ A ledger declares an erratum's entries, its list, its place there and the propos
 verdicts on these entries whether it is an erratum.
 """
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 
@@ -18,8 +19,9 @@ LISTS = {
     "inconsistencies": ("Inconsistencies", "proposed correction"),
     "questions": ("Questions", "what would settle it"),
 }
+# statuses that support an error or an inconsistency
 _WRONG = {Status.INCONSISTENT, Status.NOT_MEASURABLE, Status.EXPLAINED}
-_Entry = tuple[Erratum, Sequence[Verdict]]
+_Item = tuple[Erratum, Sequence[Verdict]]  # an erratum and the verdicts that support it
 
 
 def list_errata(reports: Sequence[Report]) -> str:
@@ -36,18 +38,17 @@ def list_errata(reports: Sequence[Report]) -> str:
         sent = f"Sent to the authors on {errata.sent}." if errata.sent else "Not sent to the authors yet."
         opening = f"{about.title}, {about.version}. As of {errata.as_of}. {sent}"
         blocks = []
-        place = 0
+        numbers = itertools.count(1)  # through all lists of a paper
         for name, (title, last) in LISTS.items():
             if items := list(find_items(report, name)):
                 header = ["", "where", "it prints", "but", last, *(["the authors' answer"] if errata.answers else [])]
-                rows = [_show_item(report, rank, item) for rank, item in enumerate(items, place + 1)]
+                rows = [[str(next(numbers)), *_show_item(report, item)] for item in items]
                 blocks += [f"### {title}", table(header, rows)]
-                place += len(items)
-        sections += [f"## {report.paper.name}", opening, *blocks] if place else []
+        sections += [f"## {report.paper.name}", opening, *blocks] if blocks else []
     return join(sections)
 
 
-def find_items(report: Report, name: str) -> Iterator[_Entry]:
+def find_items(report: Report, name: str) -> Iterator[_Item]:
     """Yield each item of a list with the verdicts behind it, in the ledger's order.
 
     An error or an inconsistency is an item only while a verdict supports it: the paper contradicts itself, the number
@@ -65,12 +66,13 @@ def find_items(report: Report, name: str) -> Iterator[_Entry]:
                 yield Erratum(ids=(verdict.entry.id,), correction="–"), [verdict]
 
 
-def _show_item(report: Report, rank: int, item: _Entry) -> list[str]:
+def _show_item(report: Report, item: _Item) -> list[str]:
+    """Return an item's row without its number; the authors' answers come last, if they gave any to this paper."""
     erratum, alike = item
     answers = report.paper.ledger.errata.answers
-    row = [str(rank), _show_places(alike), _show_printed(alike), _show_evidence(report, item)]
-    said = "; ".join(dict.fromkeys(answers[each] for each in erratum.ids if each in answers))
-    return [*row, erratum.correction, *([said] if answers else [])]
+    row = [_show_places(alike), _show_printed(alike), _show_evidence(report, item), erratum.correction]
+    said = dict.fromkeys(answers[each] for each in erratum.ids if each in answers)
+    return [*row, *(["; ".join(said)] if answers else [])]
 
 
 def _show_places(alike: Sequence[Verdict]) -> str:
@@ -83,8 +85,12 @@ def _show_places(alike: Sequence[Verdict]) -> str:
 
 
 def _show_printed(alike: Sequence[Verdict]) -> str:
-    """Return the printed numbers, each once, and the sentences of the text that print them or state a claim."""
+    """Return the printed numbers, each once, and the sentences of the text that print them or state a claim.
+
+    Of entries with one number, only the first one's sentence is shown.
+    """
     entries = [each.entry for each in alike]
+    # reversed, so that the first sentence of a number replaces later ones
     numbers = {
         f"{each.printed} {each.unit}".strip(): each.says for each in reversed(entries) if each.printed is not None
     }
@@ -94,7 +100,7 @@ def _show_printed(alike: Sequence[Verdict]) -> str:
     return ": ".join([*shown, *(["; ".join(says)] if says else [])])
 
 
-def _show_evidence(report: Report, item: _Entry) -> str:
+def _show_evidence(report: Report, item: _Item) -> str:
     """Return the erratum's own reason, or else its verdicts' reasons, with the numbers that we count or compute."""
     erratum, alike = item
     reasons = dict.fromkeys(filter(None, (each.evidence or each.explanation for each in alike)))

@@ -20,7 +20,8 @@ _OPERATORS: dict[type, Callable] = {
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }
-_Functions = Mapping[str, Callable]  # by name; `entry` looks up an id
+# name -> function that an expression may call; `entry` looks up an id
+_Functions = Mapping[str, Callable]
 
 
 class Call(NamedTuple):
@@ -44,7 +45,7 @@ class Expression:
     def parse(cls, text: str) -> Self:
         """Parse an expression, which may have line breaks; raise a `ValueError` that names a part of other syntax."""
         try:
-            return cls(ast.parse(" ".join(text.split()), mode="eval").body)
+            return cls(ast.parse(" ".join(text.split()), mode="eval").body)  # a line break would end it
         except SyntaxError:
             raise ValueError(f"not an expression of the ledger: {text}") from None
 
@@ -55,6 +56,7 @@ class Expression:
 
     @functools.cached_property
     def calls(self) -> tuple[Call, ...]:
+        """The calls of functions, nested ones included; `entry("a.b")` is an id and no call."""
         found = []
         for node in _walk(self._tree):
             if isinstance(node, ast.Call) and not _id_of(node):
@@ -96,7 +98,7 @@ def _id_of(node: ast.AST) -> str | None:
             return name
         case ast.Attribute():
             name = ast.unparse(node)
-            return name if all(map(str.isidentifier, name.split("."))) else None
+            return name if all(map(str.isidentifier, name.split("."))) else None  # None for an attribute of a call
     return None
 
 

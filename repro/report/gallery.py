@@ -2,10 +2,12 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from ..bench.figures import against_resolution
 from ..bench.pooling import HOST, Row, bound_ratio
+from ..core.statistics import Interval
 from .claims import Report
 from .dense import plan_dense
 from .markdown import join, picture
@@ -39,20 +41,21 @@ def list_figures(report: Report) -> str:
             # a picture outside figures/ is drawn by the stage that wrote the record in the picture's folder
             is_ours = name.startswith("figures/")
             sources = drawings.get(Path(name).name, ([],))[0] if is_ours else _find_beside(name, report.results)
-            blocks.append(picture_blocks(name, f"{figure.place}, ours: {Path(name).stem}", sources, report))
+            blocks.append(picture_blocks(name, f"{figure.place}, ours: {Path(name).stem}", sources))
     return join(blocks)
 
 
 def list_examples(report: Report) -> str:
     """Return the pictures of dense tasks: learning curves and confusions."""
     drawn = plan_dense(report).items()
-    return join(
-        picture_blocks(f"figures/{name}", Path(name).stem.replace("_", " "), of, report) for name, (of, _) in drawn
-    )
+    return join(picture_blocks(f"figures/{name}", Path(name).stem.replace("_", " "), of) for name, (of, _) in drawn)
 
 
-def picture_blocks(name: str, alt: str, sources: Sequence[Source], report: Report) -> str:
-    """Return a picture, and below it the devices and the origin of the records that it is drawn from."""
+def picture_blocks(name: str, alt: str, sources: Sequence[Source]) -> str:
+    """Return a picture, and below it the devices and the origin of the records that it is drawn from.
+
+    `name` is the file relative to results/; `alt` describes it for those who do not see it.
+    """
     return join([picture(name, alt), f"`{name}`: {describe_origin(sources)}"])
 
 
@@ -67,6 +70,7 @@ def _find_beside(name: str, results: Results) -> list[Source]:
     return [source for source in results.sources if source.path in beside]
 
 
+# a row's `compile` and its backend in words; what neither has is plain PyTorch
 COMPILED = {True: "`torch.compile`", "graphs": "CUDA graphs"}
 _BACKENDS = {"numba": "compiled loops", "triton": "compiled kernels"}
 
@@ -87,7 +91,7 @@ class Speeds:
         is no ratio.
         """
         rows = self._pair(attention, size)
-        if ratio := rows and bound_ratio(*rows):
+        if rows and (ratio := bound_ratio(*rows)):
             return format_ratio(*ratio)
         return HOST if any(row["host"] == HOST for row in rows) else ""
 
@@ -142,24 +146,21 @@ class Speeds:
         """The sort key of the best record: most of the comparison's image sizes, then most rows, then a GPU."""
         models, sizes = self.comparison.series.values(), self.comparison.sizes
         wanted = sum((*model, size) in self.rows for model in models for size in sizes)
-        return wanted, len(self.rows), self.is_gpu, self.source.path
-
-    @property
-    def is_gpu(self) -> bool:
-        return self.group.device.startswith("cuda")
+        return wanted, len(self.rows), self.group.is_gpu, self.source.path
 
 
-def _place_crossing(ends: Mapping[int, tuple[float, float]]) -> str | None:
-    """Return the crossing in words; None for too few sizes.
+def _place_crossing(ends: Mapping[int, Interval]) -> str | None:
+    """Return in words from which image size on the model is better; None for too few sizes.
 
     Args:
-        ends: image size in pixels -> (least, largest) ratio.
+        ends: image size in pixels -> (least, largest) ratio of the baseline's value to the model's.
     """
-    from ..bench.conclude import crossover  # loads numpy
+    from ..bench.conclude import crossover  # loads PyTorch
 
     verdict, start = crossover(ends)
     if start is None or verdict == "always":
         return {"always": "at every size", "never": "at no size", "open": "from no size on", None: None}[verdict]
+    # the largest size below it at which the model is surely worse: the crossing lies between these two
     above = [size for size, (_, most) in ends.items() if size < start and most < 1]
     return f"from between {max(above)}² and {start}² on" if above else f"from {start}² on"
 
@@ -169,13 +170,13 @@ def _plan_comparison(report: Report) -> Drawings:
     comparison = report.paper.comparison
     if (speeds := find_speeds(comparison, report.results)) is None:
         return {}
-    rows = {line: [row for key, row in speeds.rows.items() if key[:2] == of] for line, of in comparison.series.items()}
-    series = {line: own for line, own in rows.items() if own}
+    series = {
+        line: own
+        for line, of in comparison.series.items()
+        if (own := [row for key, row in speeds.rows.items() if key[:2] == of])
+    }
     title = f"{comparison.title} ({speeds.group}, {speeds.group.mode})"
-
-    def draw(path: Path) -> None:
-        against_resolution(path, series, title, ("latency_ms", "peak_memory_mib"))
-
+    draw = partial(against_resolution, series=series, title=title, quantities=("latency_ms", "peak_memory_mib"))
     return {comparison.picture: ([speeds.source], draw)}
 
 
@@ -202,5 +203,5 @@ def find_all_speeds(comparison: Comparison | None, results: Results) -> list[Spe
                 found.rows[(*key, height)] = row
     names = {comparison.ours[0], comparison.theirs[0]}
     both = [speeds for speeds in candidates.values() if {name for name, _, _ in speeds.rows} == names]
-    kinds = group_by(both, lambda speeds: (speeds.is_gpu, speeds.group.batch_size))
+    kinds = group_by(both, lambda speeds: (speeds.group.is_gpu, speeds.group.batch_size))
     return [max(kinds[kind], key=lambda speeds: speeds.rank) for kind in sorted(kinds, reverse=True)]

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 _LARGEST = 1400  # largest side of an embedded picture in pixels: a screen shows no more, and the page stays small
 _PROSE = 22  # a cell with more characters holds text to read, and gets more width
 _MARKS = "|".join(sorted({status.mark for status in STATUSES}, key=len, reverse=True))
-# a cell with the paper's number, ours and marks, or marks alone; a lone dash is no mark, as it may stand for any value
+# a cell with the paper's number, ours and marks, as `comparison` writes it, or marks alone; a lone dash is no mark, as
+# it may stand for any value
 _STATUS = rf"(?:{_MARKS})(?: \([+−][\d.]+\))?(?: / | |$)"
 _CELL = re.compile(rf"(?:(?P<paper>(?!{_STATUS})[^ →]*) ?(?P<to>→ (?P<ours>[^→]+?))?(?: |$))?(?P<marks>(?:{_STATUS})*)")
 
@@ -48,7 +49,10 @@ def render_html(pages: Sequence[tuple[Report, str]]) -> str:
 
 
 def _describe(report: Report, page: str, prefix: str, parser: "MarkdownIt") -> dict[str, Any]:
-    """Return the template's variables for a paper, whose HTML ids begin with `prefix`."""
+    """Return the template's variables for a paper, whose HTML ids begin with `prefix`.
+
+    The page splits at its headings of the first two levels, into (title, line break, body): the first is the opening.
+    """
     lead, *sections = (part.partition("\n") for part in re.split(r"^##? ", page, flags=re.M)[1:])
     return {
         "paper": report.paper,
@@ -77,14 +81,16 @@ def make_parser(folder: Path) -> "MarkdownIt":
     from markdown_it import MarkdownIt
     from markdown_it.common.utils import escapeHtml
 
-    embed = cache(partial(_embed, folder))
+    embed = cache(partial(_embed, folder))  # several papers show the same pictures
 
     def render_picture(renderer: Any, tokens: "Sequence[Token]", place: int, *_: Any) -> str:
+        """Return a picture in a button that enlarges it; its text alone if there is no such file."""
         alt, found = escapeHtml(tokens[place].content), embed(unquote(str(tokens[place].attrs["src"])))
         shown = found and '<img alt="{}" width="{width}" height="{height}" src="{url}">'.format(alt, **found)
         return f'<button type="button" class="zoom" title="Enlarge">{shown}</button>' if shown else alt
 
     def render_table(renderer: Any, tokens: "Sequence[Token]", place: int, *_: Any) -> str:
+        """Return the begin of a table in a box that scrolls; `_adapt` and `_adapt_cell` set the token's `meta`."""
         about = tokens[place].meta
         read, label = " read" * about["is_read"], escapeHtml(about["title"])
         return f'<div class="scroll{read}" role="region" tabindex="0" aria-label="{label}, table"><table>'
@@ -99,15 +105,22 @@ def make_parser(folder: Path) -> "MarkdownIt":
 
 
 def _adapt(tokens: "Sequence[Token]", title: str, prefix: str) -> None:
-    """Adapt tokens in place: ids of headings, links relative to results/, and the style sheet's attributes of cells."""
-    table, labels, column = None, [], 0
+    """Adapt tokens in place: ids of headings, links relative to results/, and the style sheet's attributes of cells.
+
+    An opening token, such as `td_open`, is followed by the token of its content and by its closing one.
+    """
+    table, labels, column = None, [], 0  # the open table, its headings, and the place of the next cell in its row
     for token, inside, end in zip_longest(tokens, tokens[1:], tokens[2:]):
         for child in token.children or ():
             if child.type == "link_open":
                 href = str(child.attrs["href"])
-                inner = href.removeprefix("results/")
-                outside = href if href.startswith("http") else f"../{href}"
-                child.attrs["href"] = f"#{prefix}{href[1:]}" if href[0] == "#" else inner if inner != href else outside
+                if href.startswith("#"):
+                    href = f"#{prefix}{href[1:]}"
+                elif href.startswith("results/"):
+                    href = href.removeprefix("results/")
+                elif not href.startswith("http"):
+                    href = f"../{href}"
+                child.attrs["href"] = href
         if token.type == "heading_open":
             token.attrs["id"] = prefix + make_anchor(inside.content)
         elif token.type == "table_open":
@@ -129,6 +142,7 @@ def _adapt(tokens: "Sequence[Token]", title: str, prefix: str) -> None:
 
 
 def _adapt_cell(cell: "Token", inside: "Token", table: "Token", label: str, *, is_first: bool) -> None:
+    """Adapt a cell that is no head: its column's label for narrow screens, its marks, and room for text to read."""
     from markdown_it.token import Token
 
     if label:
@@ -148,6 +162,7 @@ def _show_compared(found: re.Match[str]) -> str:
     from markupsafe import escape
 
     def show_mark(mark: re.Match[str]) -> str:
+        """Return a mark with the words of its statuses, as a tooltip and for screen readers; `–` has several."""
         first, *_ = words = [status for status in STATUSES if status.mark == mark[0]]
         said = " or ".join(words)
         return f'<span class="mark {make_anchor(first)}" title="{said}">{mark[0]}<span class="unseen"> {said}</span></span>'
@@ -165,15 +180,21 @@ def _show_compared(found: re.Match[str]) -> str:
 def _explain(verdict: Verdict, report: Report) -> list[tuple[str, str]]:
     """Return (label, text) of each detail that the page shows on demand for a verdict."""
     entry, status = verdict.entry, verdict.status
-    about = [("entry", entry.id)]
+    missing = [
+        ("why the paper contradicts itself", verdict.evidence),
+        ("why not measured", verdict.reason),
+        ("what would measure it", verdict.command),
+    ]
     if status == Status.NOT_MEASURABLE:
-        about.append(("why nobody can have measured it", verdict.evidence))
-    else:
-        about += [("why the paper contradicts itself", verdict.evidence), ("why not measured", verdict.reason)]
-        about.append(("what would measure it", verdict.command))
-    about += [("why ours differs", verdict.explanation), ("agrees by", verdict.how)]
-    about.append(("why it is no evidence", entry.fitted if status == Status.FITTED else None))
-    about += [("elsewhere", str(each)) for each in verdict.elsewhere]
+        missing = [("why nobody can have measured it", verdict.evidence)]
+    about = [
+        ("entry", entry.id),
+        *missing,
+        ("why ours differs", verdict.explanation),
+        ("agrees by", verdict.how),
+        ("why it is no evidence", entry.fitted if status == Status.FITTED else None),
+        *(("elsewhere", str(each)) for each in verdict.elsewhere),
+    ]
     for path in verdict.sources:
         about.append(("record", path))
         if source := report.results.find(path):

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from ..bench.kernels import Row, read_bench
 from ..core.paths import Paths
 from .markdown import join, number, table
+from .records import group_by
 
-PAGE, _BLOCK = "results/speed.md", "kernels bench"
+PAGE, _BLOCK = "results/speed.md", "kernels bench"  # the file, and the marker of the tables in it
 
 _COPY = "share of the bandwidth of a copy"
+# of the operators around the inner loops
 _AROUND = "B 64, T 6400, 192 channels, bf16", {("forward", _COPY): 60}
 # operator -> (its shape `COMPARED` in words, {(passes, reference of the comparison): target}); a target is a percentage
 # of a copy's bandwidth, or a speed-up over the fastest kernel by others
@@ -66,6 +68,7 @@ def tabulate_goals(name: str, rows: Sequence[Row], label: str) -> str:
     from kernels.tools.operators import OPERATORS
 
     cases, (where, goals) = OPERATORS[name], GOALS[name]
+    # of the rows at the goals' shape: with its sizes in place of their own, their key stays the same
     times = {
         (row["passes"], row["implementation"]): row["median_ms"]
         for row in rows
@@ -87,7 +90,6 @@ def tabulate_times(rows: Sequence[Row]) -> str:
     """Return a table of one operator's median milliseconds, a line per shape and pass, a column per implementation."""
     width = "heads" if "heads" in rows[0] else "channels"
     names = list(dict.fromkeys(row["implementation"] for row in rows))
-    lines = []
 
     def find_line(row: Row) -> tuple:
         """Return the key of a row's line; levels follow the tokens, and state_dim follows the width.
@@ -99,10 +101,9 @@ def tabulate_times(rows: Sequence[Row]) -> str:
         size = f"{row[width]}, N {row['state_dim']}" if "state_dim" in row else row[width]
         return str(size), str(tokens), row["passes"], row["batch"]
 
-    cells: dict[tuple, dict[str, Row]] = {}
-    for row in rows:
-        cells.setdefault(find_line(row), {})[row["implementation"]] = row
-    for line, by_name in cells.items():
+    lines = []
+    for line, own in group_by(rows, find_line).items():
+        by_name = {row["implementation"]: row for row in own}
         ours = by_name.get("triton", {})
         times = [number(by_name.get(name, {}).get("median_ms"), ".3f") for name in names]
         share = number(ours.get("share_of_copy_percent"), ".0f", " %")

@@ -13,10 +13,12 @@ from ..core.errors import UserError, did_you_mean
 from .expressions import Expression
 
 _BECAUSE = "the paper's other numbers give {computed}"
+# `fitted` of a count by `Column.by_formula`; `claims` drops it where the column's own convention fits as well
 CHOSEN_BY_ROW = (
     "the convention of the count was chosen for this row, and the column's own does not give the printed number"
 )
 _Kind = Literal["count", "accuracy", "speed", "statement", "setting", "data"]
+# the parts of the paper that a `place` names
 _PLACE = re.compile(
     r"Table \d+(?: \(\w+\))?|Fig\. \d+[a-z]?|Eq\. \d+|Algorithm \d|Theorem [\w.]+|Section \d(?:\.\d)?|Appendix \w|Abstract",
     re.I,
@@ -24,6 +26,7 @@ _PLACE = re.compile(
 
 
 def _parse(text: str | None) -> Expression | None:
+    """Parse an expression of the ledger; None stays None, for a field that is not given."""
     return Expression.parse(text) if text else None
 
 
@@ -49,6 +52,7 @@ class Relation:
 
     @cached_property
     def expression(self) -> Expression:
+        """The parsed `equals` or `requires`, of which a relation has one."""
         return Expression.parse(self.equals or self.requires or "")
 
 
@@ -67,6 +71,7 @@ class Explanation:
 
     @cached_property
     def expression(self) -> Expression | None:
+        """The parsed `shows`; None for a source."""
         return _parse(self.shows)
 
 
@@ -162,10 +167,13 @@ class Table:
         """Make the entry of the number in a row, one of `records`, and column `name`, with its part of `relations`."""
         entry_id, column = f"{self.id}.{row['id']}.{name}", self.columns[name]
         chosen = next((formula for pattern, formula in column.by_formula.items() if fnmatch(row["id"], pattern)), None)
-        ours = (chosen or column.ours) if row["model"] else None
-        is_by_row = column.kind == "count" and chosen is not None and ours is not None
-        family = row["label"].rpartition("-")[0] or row["label"]
-        reason, command = (column.reason, column.command) if row["model"] else (None, None)
+        is_built = bool(row["model"])  # the key is empty for a model that this project does not build
+        ours = (chosen or column.ours) if is_built else None
+        is_by_row = column.kind == "count" and chosen is not None and is_built
+        reason, command = column.reason, column.command
+        if not is_built:
+            family = row["label"].rpartition("-")[0] or row["label"]
+            reason, command = f"{family} is not built in this project", "none until the model is built"
         return Entry(
             id=entry_id,
             place=f"{self.place}, row {row['label']}, column {column.label}",
@@ -178,8 +186,8 @@ class Table:
             ours=_parse(ours and ours.format(**row)),
             plain=_parse(column.ours.format(**row)) if is_by_row else None,
             out_of_scope=column.out_of_scope,
-            reason=None if ours else reason or f"{family} is not built in this project",
-            command=None if ours else command or "none until the model is built",
+            reason=reason,
+            command=command,
         )
 
 
@@ -206,7 +214,7 @@ class _Answer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Value(_Answer):
-    """One of the numbers in a sentence of the text."""
+    """One of the numbers in a sentence of the text; the head of vision_ttt's ledger explains the fields."""
 
     printed: str
     equals: str | None = None
@@ -217,7 +225,10 @@ class Value(_Answer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Claim(_Answer):
-    """A sentence of the text: it has an entry `{id}_{key}` per number, or the single entry `{id}` of a statement."""
+    """A sentence of the text: it has an entry `{id}_{key}` per number, or the single entry `{id}` of a statement.
+
+    The head of vision_ttt's ledger explains the fields.
+    """
 
     id: str
     place: str
@@ -232,6 +243,7 @@ class Claim(_Answer):
 
     @cached_property
     def entries(self) -> tuple[Entry, ...]:
+        """The entry of each number, in the sentence's order, or that of the statement."""
         about = {"place": self.place, "says": self.says, "kind": self.kind, "unit": self.unit}
         if not self.values:
             rules = _relations(self.id, self.because, requires=self.holds)
@@ -241,9 +253,9 @@ class Claim(_Answer):
         for key, value in self.values.items():
             name = f"{self.id}_{key}"
             rules = _relations(name, value.because, equals=value.equals, requires=value.requires)
-            condition = next(iter(_relations(name, value.because, requires=value.measurable)), None)
-            fields = {"printed": value.printed, "measurable": condition, **value.fields(value.equals)}
-            entries.append(Entry(id=name, **about, relations=rules, **fields))
+            conditions = _relations(name, value.because, requires=value.measurable)
+            fields = {"measurable": conditions[0] if conditions else None, **value.fields(value.equals)}
+            entries.append(Entry(id=name, **about, printed=value.printed, relations=rules, **fields))
         return tuple(entries)
 
 
@@ -362,7 +374,7 @@ def load_ledger(path: Path) -> Ledger:
 
 
 _SIZES = {"tiny": "T", "small": "S", "base": "B"}
-_NAMED_SIZES = re.compile(r"-([TSB](?:/[TSB])*)\b")
+_NAMED_SIZES = re.compile(r"-([TSB](?:/[TSB])*)\b")  # in a statement: `Vittt-T`, `Vittt-T/S/B`
 # the size in a model's name or an id: `vim_tiny_patch16_224`, `table1.vim_t.macs_g`
 _ASKED_SIZE = re.compile(r"([a-z]\w*?)_(?:(tiny|small|base)_|([tsb])\.)")
 
@@ -375,10 +387,11 @@ def find_narrowed(claim: Claim) -> str | None:
     """
     if claim.kind != "statement" or claim.about:
         return None
-    asked: dict[str, set[str]] = {}
+    asked: dict[str, set[str]] = {}  # family of models -> its sizes in the expressions
     for model, word, letter in _ASKED_SIZE.findall(f"{claim.holds or ''} {claim.ours or ''}"):
         asked.setdefault(model, set()).add(_SIZES.get(word) or letter.upper())
     named = {size for sizes in _NAMED_SIZES.findall(claim.says) for size in sizes.split("/")}
+    # a statement may name another size of each family; one without names is about all sizes of each
     judged = [set().union(*asked.values())] if named and asked else asked.values()
     narrowed = next((sizes for sizes in judged if (named or set(_SIZES.values())) - sizes), None)
     return ", ".join(size for size in _SIZES.values() if size in narrowed) if narrowed else None

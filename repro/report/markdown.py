@@ -6,8 +6,8 @@ from posixpath import dirname, relpath
 from typing import Any
 from urllib.parse import quote
 
-_CODE_OR_TAG = re.compile(r"(`[^`\n]*`)|<(?=\S)")
-_LINK = re.compile(r"\]\((?!#|https?:)([^)]+)\)")
+_CODE_OR_TAG = re.compile(r"(`[^`\n]*`)|<(?=\S)")  # code, which stays as it is, or a `<` that would open a tag
+_LINK = re.compile(r"\]\((?!#|https?:)([^)]+)\)")  # the target of a link to a file
 # a numeric cell, which is right-aligned: numbers with their units, each with an interval or a remark in parentheses
 _NUMBER = r"[<>+−-]? ?\d[\d,.]*(?:e[+-]?\d+)?[%×²]?(?: (?:%|×|ms|MiB|± [\d.]+|(?:of|or) \d+))?"
 _REST = r"(?: \[[^]]*\])?(?: \([^)]*\))?"
@@ -15,10 +15,12 @@ _NUMERIC = re.compile(rf"\*{{0,2}}{_NUMBER}{_REST}(?:; {_NUMBER}{_REST})*\*{{0,2
 
 
 def code(text: object) -> str:
+    """Return text as code."""
     return f"`{text}`"
 
 
 def strong(text: object) -> str:
+    """Return text in bold."""
     return f"**{text}**"
 
 
@@ -33,6 +35,7 @@ def picture(file: str, text: str) -> str:
 
 
 def bullets(lines: Iterable[str]) -> str:
+    """Return a list with an item for each line; empty without lines."""
     return "\n".join(f"- {line}" for line in lines)
 
 

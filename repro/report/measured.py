@@ -32,12 +32,10 @@ def list_speeds(report: Report) -> str:
         raise Missing("nothing is measured yet", "repro efficiency")
     blocks = []
     for group, rows in results.speed_rows.items():
-        commits = name_commits(row for row, _ in rows)
-        blocks.append(f"### {group}, {group.mode}, commit {commits}")
-        swept = [(row, source) for row, source in rows if source.stage is None]
+        blocks.append(f"### {group}, {group.mode}, commit {name_commits(row for row, _ in rows)}")
         if listed := [row for row, source in rows if source.stage is not None]:
             blocks += [f"The default run: {ONE_PROCESS}.", tabulate(_SPEEDS, listed)]
-        if swept:
+        if swept := [(row, source) for row, source in rows if source.stage is None]:
             blocks += _list_sweep(group, swept)
     return join(blocks)
 
@@ -47,11 +45,8 @@ def list_spreads(report: Report) -> str:
     rows = []
     for group, found in report.results.speed_rows.items():
         counts = sorted({row["processes"] for row, _ in found})
-        spreads = [
-            100 * (row["latency_range_ms"][1] / row["latency_range_ms"][0] - 1)
-            for row, _ in found
-            if row["latency_range_ms"]
-        ]
+        ranges = [row["latency_range_ms"] for row, _ in found if row["latency_range_ms"]]  # none for one process
+        spreads = [100 * (slowest / fastest - 1) for fastest, slowest in ranges]
         shown = [f"{each(spreads):.0f} %" if spreads else "–" for each in (statistics.median, max)]
         rows.append([f"{group}, {group.mode}", len(found), " or ".join(map(str, counts)), *shown])
     if not rows:
@@ -67,9 +62,10 @@ def list_runs(report: Report) -> str:
         Missing: the primary paper has no such run; another paper's section is then empty.
     """
     results, paper, shown_elsewhere = report.results, report.paper, find_shown(report)
-    # scores that are no percentage have a section of their own
-    scored = [item for scores in results.scores.values() for item in scores.items()]
-    labels = {key: label for key, label in scored if key.endswith("_percent")}
+    # scores that are no percentage, such as a denoiser's loss, have a section of their own
+    labels = {
+        key: label for scores in results.scores.values() for key, label in scores.items() if key.endswith("_percent")
+    }
     runs = [
         source
         for source in results.score_sources
@@ -83,17 +79,17 @@ def list_runs(report: Report) -> str:
     rows, unlearned = [], set()
     for source in sorted(runs, key=lambda each: -each.most_seeds):
         m, run = source.metrics, code(source.place)
-        images, seeds = number(m.get("held_out_images"), ".0f"), number(source.most_seeds or None)
-        about = [m["data"], number(m.get("epochs")), seeds, images]
+        images = number(m.get("held_out_images"), ".0f")
+        about = [m["data"], number(m.get("epochs")), number(source.most_seeds or None), images]
         score = next(key for key in labels if key in m)
         curve = _describe_curve(read_curves(source, score))
         rows.append([run, results.model_key(m, source.path), *about, format_scores(m, labels), curve, source.device])
-        reference = m.get("without_learning")
+        reference = format_scores(m.get("without_learning") or {}, labels)
         # all runs on the same data share the scores of the method without learning: they are listed once
-        if reference and (found := (m["data"], format_scores(reference, labels))) not in unlearned:
-            unlearned.add(found)
+        if reference and (m["data"], reference) not in unlearned:
+            unlearned.add((m["data"], reference))
             method = "without learning: threshold, nearest example"
-            rows.append([run, method, m["data"], "–", "–", images, found[1], "–", "–"])
+            rows.append([run, method, m["data"], "–", "–", images, reference, "–", "–"])
     header = ["run", "model", "data", "epochs", "seeds", "held-out images", "scores", "curve", "device"]
     legend = (
         f"A curve still rises where the best score of its last quarter exceeds the best before by {_RISE:.0f} point or more, "
@@ -127,10 +123,11 @@ def over_resolution(report: Report) -> str:
         m = source.metrics
         if "evaluated" not in m:
             continue
-        models = {row["family"]: row["model"] for row in m["evaluated"]}
-        cells = {(models[row["family"]], row["image_size"][0]): {**row, "status": "ok"} for row in m["evaluated"]}
+        # `_cell` expects the status of a speed row
+        cells = {(row["model"], row["image_size"][0]): {**row, "status": "ok"} for row in m["evaluated"]}
 
         def name(size: int, trained: int = m["train_image_size"]) -> str:
+            """Return a column's heading, with the size as a multiple of that of the training."""
             return f"{size}² ({size / trained:.2g}×)"
 
         accuracies = cross("model", cells, lambda row: number(row["top1_percent"], ".1f"), name)
@@ -159,18 +156,21 @@ def list_searches(report: Report) -> str:
     rows = []
     for source in found:
         m, chosen = source.metrics, source.metrics["chosen"]
-        tried = group_by(sorted(m["trials"], key=lambda trial: trial["lr"]), lambda trial: trial["lr"])
-        best = [max(alike, key=lambda t: -1 if t["diverged"] else t[m["score"]]) for alike in tried.values()]
-        shown = (f" ({t['warmup_epochs']}): {t[m['score']]:.1f}" if not t["diverged"] else ": diverged" for t in best)
-        scores = "; ".join(f"{t['lr']:g}{each}" for t, each in zip(best, shown, strict=True))
-        edge = ", at the edge" if chosen["lr"] in (best[0]["lr"], best[-1]["lr"]) else ""
-        trained = (results.profile_cells.get(m["cell"]) or {}).get("optim") or {}
+        of_rate = group_by(m["trials"], lambda trial: trial["lr"])
+        scores = []
+        for lr, trials in sorted(of_rate.items()):
+            best = max(trials, key=lambda trial: -1 if trial["diverged"] else trial[m["score"]])
+            shown = ": diverged" if best["diverged"] else f" ({best['warmup_epochs']}): {best[m['score']]:.1f}"
+            scores.append(f"{lr:g}{shown}")
+        edge = ", at the edge" if chosen["lr"] in (min(of_rate), max(of_rate)) else ""
+        # a cell may be trained otherwise than the search chose; then the profile states both numbers or one
+        trained = chosen | ((results.profile_cells.get(m["cell"]) or {}).get("optim") or {})
         lr, warmup = (
-            f", trained with {trained[name]:g}" if trained.get(name, chosen[name]) != chosen[name] else ""
+            f", trained with {trained[name]:g}" if trained[name] != chosen[name] else ""
             for name in ("lr", "warmup_epochs")
         )
         numbers = number(chosen["lr"], "g", edge + lr), number(chosen["warmup_epochs"], "g", warmup)
-        rows.append([code(m["cell"]), *numbers, scores, source.device])
+        rows.append([code(m["cell"]), *numbers, "; ".join(scores), source.device])
     m = found[0].metrics
     rule = f"The trials are of seed {m['seed']}. The rule: {m['rule']}."
     header = ["cell", "rate", "warm-up (epochs)", "rate (its best warm-up): score on tune (%)", "device"]
@@ -197,7 +197,7 @@ def format_scores(metrics: Mapping[str, Any], labels: Mapping[str, str], places:
 
 def _list_sweep(group: SpeedGroup, rows: Sequence[tuple[Row, Source]]) -> list[str]:
     """Return tables of each model's time and memory by image size, and the sweep's conclusions."""
-    from ..bench.conclude import conclude  # loads numpy
+    from ..bench.conclude import conclude  # loads PyTorch
 
     cells = {(_with_attention(row), row["image_size"][0]): row for row, _ in rows}
     blocks = []
@@ -219,6 +219,7 @@ def _list_sweep(group: SpeedGroup, rows: Sequence[tuple[Row, Source]]) -> list[s
 
 
 def _cell(row: Row | None, key: str) -> str:
+    """Write a quantity of a speed row, a time with its remark on the host; its status if the row failed."""
     if row is None:
         return "–"
     if row["status"] != "ok":
@@ -228,14 +229,17 @@ def _cell(row: Row | None, key: str) -> str:
 
 
 def _show(row: Row, key: str, unit: str = "") -> str:
+    """Write a number of a row or of a sweep's conclusion; `–` for None."""
     return number(significant(row[key]), unit=unit)
 
 
 def _with_attention(row: Row) -> str:
+    """Name a row's model, with the attention if it is a baseline that runs with either."""
     return f"{row['model']}, {row['attention']}" if row["attention"] in ATTENTIONS else row["model"]
 
 
 def _compared_row(found: Row) -> list[str]:
+    """Return the table row of one of `compared` of `bench.conclude.conclude`."""
     if "reason" in found:
         return [found["size"], found["against"], "–", f"no ratio: {found['reason']}", "–", "–"]
     speedup = f"no ratio: {found.get('speedup_reason')}"
@@ -260,6 +264,7 @@ def _describe_sides(found: Row) -> str:
     return f"from {found['crossover_image_size']}² on: {listed}" if relation == "from" else listed
 
 
+# heading -> the cell of a row of the pipeline's own measurement
 _SPEEDS: dict[str, Callable[[Row], str]] = {
     "model": lambda row: row["model"],
     "attention": lambda row: row["attention"] or "–",

@@ -11,14 +11,14 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from ..core.statistics import Interval
 from .markdown import show_interval
 from .records import Source, find_common, list_all, rank_machine
 
 _Word = Literal["ordering seen", "ordering contradicted", "not separated", "no power", "insufficient budget"]
-ALPHA = 0.05
+ALPHA = 0.05  # the two-sided level of all tests, for the pairs of one table or figure together
 _LEAST_SEEDS = 3  # with two seeds, t has one degree of freedom and must exceed 12.7
-MOST_SEEDS = 1000
-_NOT_SEPARATED = "not separated"
+MOST_SEEDS = 1000  # `seeds_needed` searches up to here; more are written as `over 1000`
 # why a pair is not separated whatever its p: neither variant is above chance, or the images or the seeds are too few
 AT_CHANCE, FEW_IMAGES, _TWO_SEEDS = "at chance", "images", "two seeds"
 TOP1 = "top1_percent"
@@ -36,7 +36,7 @@ class Pair:
     better: str  # the better one by the paper, where it orders them
     worse: str
     difference: float  # better − worse, the mean over the seeds
-    interval: tuple[float, float] | None = None  # 95 % interval of the difference, uncorrected; None with one seed
+    interval: Interval | None = None  # 95 % interval of the difference, uncorrected; None with one seed
     p: float = 1.0  # two-sided, after Holm's correction over the pairs
     # 1 if better + margin is above worse beyond chance, −1 if it is below, 0 if they are not separated
     side: int = 0
@@ -47,11 +47,13 @@ class Pair:
 
     @property
     def word(self) -> str:
+        """The verdict on the pair in words."""
         what = "claim" if self.margin else "ordering"
         return self.name_side(f"{what} seen", f"{what} contradicted")
 
     @property
     def claim(self) -> str:
+        """The paper's statement on the pair as a formula; with a margin, that `better` is no worse."""
         if self.margin:
             return f"{self.better} ≥ {self.worse} − {self.margin:g}"
         return f"{self.better} > {self.worse}"
@@ -64,13 +66,15 @@ class Pair:
         return f"{self.worse} above {self.better}"
 
     def name_side(self, above: str, below: str) -> str:
+        """Return `above` or `below` by `side`, or else why the pair is not separated."""
         if self.interval is None:
             return "one seed"
         if self.limit == _TWO_SEEDS:
             return _TWO_SEEDS
-        return (_NOT_SEPARATED, above, below)[self.side]
+        return {1: above, 0: "not separated", -1: below}[self.side]
 
     def show(self, places: int) -> str:
+        """Write the difference and its interval, with signs and `places` decimals."""
         return show_interval(self.difference, self.interval, f"+.{places}f")
 
 
@@ -87,6 +91,7 @@ class Ordering:
 
     @property
     def shown(self) -> str:
+        """The word, and the numbers of seeds and images where they are too few."""
         return f"{self.word} ({self.taken})" if self.word == "no power" else self.word
 
     @property
@@ -138,6 +143,13 @@ def compare_accuracies(
     """Compare pairs of accuracies in percent, see `compare_pairs`.
 
     Two variants at chance are not separated. Neither are two that differ by less than the sampling noise of the images.
+
+    Args:
+        top1: variant -> seed -> accuracy.
+        pairs: (first, second).
+        images: the size of the split.
+        classes: the data set's number of classes, by which chance is known.
+        margins: see `compare_pairs`.
     """
     floor = 100 / classes + sampling_noise(100 / classes, images)
     return compare_pairs(top1, pairs, round_off(images), floor, images, margins)
@@ -202,11 +214,17 @@ def compare_pairs(
         half = float(student.ppf(1 - ALPHA / 2, n - 1)) * spread / math.sqrt(n)
         of_pair = [statistics.mean(values[name][seed] for seed in seeds) for name in (first, second)]
         noise = 0.0 if images is None else sampling_noise(statistics.mean(of_pair), images)
-        limit = AT_CHANCE if max(of_pair) < floor else FEW_IMAGES if abs(excess) < noise else ""
-        limit = _TWO_SEEDS if n < _LEAST_SEEDS else limit
+        limit = ""
+        if n < _LEAST_SEEDS:
+            limit = _TWO_SEEDS
+        elif max(of_pair) < floor:
+            limit = AT_CHANCE
+        elif abs(excess) < noise:
+            limit = FEW_IMAGES
         needed = seeds_needed(excess, spread, ALPHA / len(pairs))
-        ends, side = (mean - half, mean + half), 0 if limit else 1 if excess > 0 else -1
-        found.append(Pair(first, second, mean, ends, p, side, limit, needed, margin))
+        side = 0 if limit else 1 if excess > 0 else -1
+        found.append(Pair(first, second, mean, (mean - half, mean + half), p, side, limit, needed, margin))
+    # the correction needs the p values of all pairs
     adjusted = zip(found, holm([pair.p for pair in found]), strict=True)
     return tuple(dataclasses.replace(pair, p=float(p), side=pair.side if p < ALPHA else 0) for pair, p in adjusted)
 
@@ -252,7 +270,14 @@ def sampling_noise(percent: float, images: int) -> float:
 def _conclude(
     pairs: Sequence[Pair], means: Mapping[str, float], ends: Sequence[_End], seeds: int, images: int, classes: int
 ) -> tuple[_Word, str]:
-    """Return the word of an ordering and the reason for it, by the first case that applies."""
+    """Return the word of an ordering and the reason for it, by the first case that applies.
+
+    Args:
+        pairs: the compared pairs.
+        means: variant -> accuracy in percent.
+        ends: of each variant and seed; a curve that still rises more than the variants differ decides nothing.
+        seeds, images, classes: how many there are.
+    """
     best, overall, chance = max(means.values()), statistics.mean(means.values()), 100 / classes
     spread = best - min(means.values())
     if best - chance < sampling_noise(chance, images):
@@ -274,7 +299,7 @@ def _conclude(
     if against:
         named = ", ".join(pair.reverse for pair in against)
         return "ordering contradicted", f"{named}, at a family-wise error rate of 5 %"
-    seen = sum(pair.side > 0 for pair in pairs)
+    seen = sum(pair.side > 0 for pair in pairs)  # none is below 0 any more
     if seen == len(pairs):
         return "ordering seen", f"all {len(pairs)} pairs, at a family-wise error rate of 5 %"
     needed = [pair.needed for pair in pairs if not pair.side and not pair.limit]

@@ -21,6 +21,7 @@ from .verdicts import STATUSES, count_statuses, export_rows
 
 _PAGE, _RUNS, _ERRATA = (Path(__file__).with_name(f"{name}.md") for name in ("page", "runs", "errata"))
 _ERRATA_PAGE = "results/papers/errata.md"
+# a block of a page that people write: its marker and its text
 _BLOCK = re.compile(r"<!-- ([\w ]+) -->\n(.*?)<!-- /\1 -->", re.S)
 _Passage = tuple[str, str, str]  # file relative to the checkout, marker, text
 
@@ -68,7 +69,7 @@ def find_outdated(papers: Sequence[Paper], results: Results, *, passages: Iterab
     root = results.paths.root
     with TemporaryDirectory() as folder:
         written = Path(folder)
-        for pattern in ("README.md", "docs/*.md", "results/*.md"):
+        for pattern in ("README.md", "docs/*.md", "results/*.md"):  # the pages that may have blocks
             for file in sorted(root.glob(pattern)):
                 write_text(written / file.relative_to(root), file.read_text(encoding="utf-8"))
         _, files, built = _build_pages([judge_paper(paper, results) for paper in papers])
@@ -88,6 +89,7 @@ def _build_pages(reports: Sequence[Report]) -> tuple[list[tuple[Report, str]], d
         paper = report.paper
         runs = build_runs(report, reports)
         page = build_document(report, reports, runs)
+        # report.html has one page for each paper, so the runs follow without their title
         pages.append((report, page + re.sub(r"^# .*?(?=^## |\Z)", "\n", runs, flags=re.M | re.S)))
         documents |= {paper.page: page} | ({paper.runs_page: runs} if runs else {})
         documents |= {each.file: _render(each.text, report, reports) for each in paper.documents}
@@ -142,7 +144,10 @@ def build_runs(report: Report, reports: Sequence[Report] = ()) -> str:
 
 
 def _render(file: Path, report: Report, reports: Sequence[Report], **more: Callable) -> str:
-    """Fill a template with the functions of the report, of the paper and of this module."""
+    """Fill a template with the functions of the report, of the paper and of this module.
+
+    Of functions with one name, that of `more` is called, or else the paper's.
+    """
     paper = report.paper
     parts = {
         **list_functions(answer, comparison, gallery, measured, variants),
@@ -150,7 +155,7 @@ def _render(file: Path, report: Report, reports: Sequence[Report], **more: Calla
         # `places` or `about` of the paper's ablations, in words
         "find_words": lambda report, what: getattr(paper.ablations, what),
         "links": lambda report: _link_pages(reports or (report,)),
-        "own_sections": lambda report: render_template(paper.text, report, paper.parts) if paper.text else "",
+        "own_sections": lambda report: _render(paper.text, report, reports) if paper.text else "",
         "shared_counts": lambda report: comparison.shared_counts(reports) if paper.primary else "",
         "list_errata": lambda report: list_errata(reports),
     }

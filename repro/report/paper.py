@@ -46,9 +46,12 @@ class Suite:
     searches: str | None = None
 
     def list_places(self, variants: Iterable[str]) -> dict[str, str]:
-        """Return place of a cell -> its variant."""
-        own = {cell.format(variant=name): name for name in variants for cell in self.cells if name not in self.others}
-        return own | {place: name for name, place in self.others.items()}
+        """Return place of a cell -> its variant, in the order of the variants and of each one's cells."""
+        return {
+            place.format(variant=name): name
+            for name in variants
+            for place in ([self.others[name]] if name in self.others else self.cells)
+        }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,6 +72,7 @@ class VariantTable:
 
     @property
     def margins(self) -> dict[tuple[str, str], float]:
+        """(variant, another that it is no worse than) -> the margin in points, from `not_worse`."""
         return {(name, than): points for name, of in self.not_worse.items() for than, points in of.items()}
 
 
@@ -104,6 +108,7 @@ class Comparison:
 
     @property
     def title(self) -> str:
+        """Both labels in words: `Vittt-T against DeiT-T`."""
         return f"{self.ours[1]} against {self.theirs[1]}"
 
 
@@ -189,6 +194,7 @@ class Paper(About):
 
     @cached_property
     def ledger(self) -> Ledger:
+        """The paper's ledger, read and checked at the first use; see `load_ledger` for the errors."""
         return load_ledger(self.ledger_file)
 
     @property
@@ -198,7 +204,7 @@ class Paper(About):
 
     @property
     def train_command(self) -> str:
-        """The command that trains its variants."""
+        """The command that trains its variants; the last suite of variants.yaml must be one of the profile `digits`."""
         section = self.suites[-1].cells[-1].partition("/")[0]
         return f"repro profile use digits && dvc repro {section}"
 

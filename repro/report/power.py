@@ -32,6 +32,7 @@ def detectable_difference(seeds: int, pairs: int, spread: float, *, power: float
     seen = chi.ppf((np.arange(_POINTS) + 0.5) / _POINTS, seeds - 1) / math.sqrt(seeds - 1)
 
     def miss(shift: float) -> float:
+        """Return by how much the power falls short, if the true difference is `shift` standard errors."""
         return power - float(np.mean(norm.sf(limit * seen - shift) + norm.cdf(-limit * seen - shift)))
 
     shift = brentq(miss, 0, 10 * limit)

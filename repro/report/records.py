@@ -10,7 +10,7 @@ from ..core.csvfile import parse_csv
 from ..core.errors import UserError
 from ..core.paths import Paths
 from ..core.record import find_run, name_machine, read_record, serialise_recipe
-from ..core.statistics import clip_share, describe_sample, share_interval
+from ..core.statistics import Interval, clip_share, describe_sample, share_interval
 from .markdown import show_interval
 
 _Item = TypeVar("_Item")
@@ -20,7 +20,15 @@ _OF_IMAGES = ("top1_percent", "top5_percent")  # scores that are shares of the h
 
 
 class Missing(Exception):
-    """A number that was not measured. Its `args` are the reason and the command that would measure it."""
+    """A number that was not measured. Its `args` are the reason and the command that would measure it.
+
+    Where no command can, the command is `none`, perhaps with a remark; see `is_remark`.
+    """
+
+
+def is_remark(command: str) -> bool:
+    """Tell whether the command of `Missing` or of a ledger is only a remark, which pages do not show as code."""
+    return command.startswith("none")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +50,7 @@ class Source:
 
     @property
     def device(self) -> str:
+        """The device, such as `cpu: NAME, 2 threads`; `none: ` and the reason for numbers that are counted, not run."""
         return str(self.identity.get("device", "–"))
 
     @property
@@ -75,7 +84,18 @@ class Source:
         """The training recipe as JSON, without device and backend; None for a record without a recipe."""
         return serialise_recipe(self.identity)
 
+    @property
+    def scored_on(self) -> tuple[Any, ...]:
+        """The data set, the split and its number of images: only scores that share them are compared."""
+        return tuple(self.metrics.get(key) for key in ("data", "split", "held_out_images"))
+
+    @property
+    def init_hash(self) -> str | None:
+        """The hash of the weights that a training started from; None for random ones."""
+        return (self.metrics.get("init") or {}).get("weights_hash")
+
     def by_seed(self, key: str) -> dict[int, Any]:
+        """Return seed -> a metric of a training, which each of its seeds must have."""
         return {run["seed"]: run[key] for run in self.metrics["by_seed"]}
 
 
@@ -86,6 +106,7 @@ def read_speeds(paths: Paths) -> list[Source]:
     found = []
     for file in (*paths.results.glob("efficiency/rows.csv"), *sorted(paths.speed.glob("*.csv"))):
         if rows := read_rows(file):
+            # a CSV file has no identity, so its first row names the device and its last the commit
             identity = {"device": rows[0]["device"], "parent_commit": rows[-1]["commit"], "params_hash": None}
             stage = "efficiency" if file.parent.name == "efficiency" else None
             found.append(Source(file.relative_to(paths.root).as_posix(), {"rows": rows}, identity, stage))
@@ -137,7 +158,6 @@ def describe_origin(sources: Sequence[Source]) -> str:
     """Return the devices of records in words, and whether the pipeline or a person ran them."""
     if not sources:
         return "no record beside it"
-    # numbers that are counted and not run have `none: ` and the reason in place of a device
     devices = ", ".join(dict.fromkeys(source.device.removeprefix("none: ") for source in sources))
     run = [source for source in sources if not source.device.startswith("none: ")]
     made = " and ".join(dict.fromkeys(PIPELINE if source.stage else OUTSIDE for source in run))
@@ -177,7 +197,7 @@ def group_by(items: Iterable[_Item], key: Callable[[_Item], Any]) -> dict[Any, l
     return found
 
 
-def find_score_interval(metrics: Mapping[str, Any], key: str) -> tuple[float, float] | None:
+def find_score_interval(metrics: Mapping[str, Any], key: str) -> Interval | None:
     """Return the 95 % interval over seeds of a score in percent, as a record has it; None where it has none.
 
     Seeds with equal scores show no spread. The interval is then over the held-out images if the score is a share of
@@ -187,9 +207,8 @@ def find_score_interval(metrics: Mapping[str, Any], key: str) -> tuple[float, fl
     return _widen(clip_share(interval), metrics, key, metrics[key]) if interval else None
 
 
-def _widen(
-    interval: tuple[float, float] | None, metrics: Mapping[str, Any], key: str, mean: float
-) -> tuple[float, float] | None:
+def _widen(interval: Interval | None, metrics: Mapping[str, Any], key: str, mean: float) -> Interval | None:
+    """Replace an interval over seeds without spread by the one over the held-out images, see `find_score_interval`."""
     if interval is None or interval[1] - interval[0] > 1e-9:
         return interval
     return share_interval(mean, metrics["held_out_images"]) if key in _OF_IMAGES else None
@@ -205,7 +224,7 @@ def warn_of_seeds(sources: Iterable[Source]) -> str:
 
 
 def read_curves(source: Source, key: str = "epoch") -> dict[int, dict[int, float]]:
-    """Return seed -> epoch -> value of a column of a record's learning curve; empty without a curve."""
+    """Return seed -> epoch -> value of a column of a record's learning curve; empty without a curve or column."""
     curves: dict[int, dict[int, float]] = {}
     for row in parse_csv("\n".join(source.curve), f"{source.path}: curve") if source.curve else ():
         if row.get(key) is not None:
@@ -240,6 +259,8 @@ def check_mapping(value: Any, where: str) -> Mapping[str, Any]:
 
 
 class _Named(dict):
+    """A mapping of a record, for `name_keys`; `get` and `in` work as usual."""
+
     def __init__(self, items: Mapping[str, Any], where: str):
         super().__init__(items)
         self._where = where
@@ -250,10 +271,11 @@ class _Named(dict):
 
 
 def _read(paths: Paths, file: Path, stage: str | None, cell: str | None) -> Source:
+    """Read a record; `stage` and `cell` are those that wrote it, as in `Source`."""
     path = file.relative_to(paths.root).as_posix()
     content = read_record(file)
-    halves = [content.get(name) if isinstance(content, Mapping) else None for name in ("metrics", "identity")]
-    if not all(isinstance(half, Mapping) for half in halves):
+    halves = "metrics", "identity"
+    if not isinstance(content, Mapping) or not all(isinstance(content.get(half), Mapping) for half in halves):
         raise UserError(f"{path}: expected {{metrics, identity}}; remove the file and run its stage again")
-    metrics, identity = name_keys(halves[0], f"{path}: metrics"), name_keys(halves[1], f"{path}: identity")
+    metrics, identity = (name_keys(content[half], f"{path}: {half}") for half in halves)
     return Source(path, metrics, identity, stage, cell, tuple(content.get("curve", ())))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ..core.errors import UserError
 from ..core.paths import Paths
 from ..core.record import DETAILS_FILE, read_record
-from ..core.statistics import share_interval
+from ..core.statistics import Interval, share_interval
 from .records import find_score_interval
 
 
@@ -23,9 +23,9 @@ class Score(NamedTuple):
     record: str
     name: str
     held: float
-    interval: tuple[float, float] | None
+    interval: Interval | None
     made: float | None
-    made_interval: tuple[float, float] | None = None
+    made_interval: Interval | None
 
     @property
     def is_beyond_chance(self) -> bool:
@@ -44,17 +44,18 @@ def list_scores(paths: Paths, stages: Iterable[str], commit: str) -> list[Score]
     """
     scores = []
     for file in _git(paths.root, "ls-tree", "-r", "--name-only", commit, "--", "results").splitlines():
-        path = Path(file)
-        if len(path.parts) != 4 or path.parts[1] not in stages or path.name != DETAILS_FILE:
+        parts = file.split("/")  # results, stage, cell, name
+        if len(parts) != 4 or parts[1] not in stages or parts[3] != DETAILS_FILE:
             continue
-        path = path.with_name("metrics.json")
-        held = json.loads(_git(paths.root, "show", f"{commit}:{path.as_posix()}"))
+        folder = file.removesuffix(f"/{DETAILS_FILE}")
+        scored = f"{folder}/metrics.json"
+        held = json.loads(_git(paths.root, "show", f"{commit}:{scored}"))  # the scores alone
         details = json.loads(_git(paths.root, "show", f"{commit}:{file}"))["metrics"]
-        here = paths.root / path
+        here = paths.root / scored
         made = read_record(here)["metrics"] if here.is_file() else {}
         for name, value in held.items():
-            intervals = [_find_interval(name, record) for record in ({**details, name: value}, made)]
-            scores.append(Score(path.parent.as_posix(), name, value, intervals[0], made.get(name), intervals[1]))
+            interval = _find_interval(name, {**details, name: value})
+            scores.append(Score(folder, name, value, interval, made.get(name), _find_interval(name, made)))
     if not scores:
         raise UserError(f"verify: {commit}: holds no scores of the pipeline")
     return scores
@@ -71,14 +72,14 @@ def describe_scores(scores: list[Score], commit: str) -> list[str]:
             continue
         judged = "one seed, no interval"
         if score.interval is not None:
-            judged = "{} chance, {:.2f} to {:.2f}".format(
-                "beyond" if score.is_beyond_chance else "within", *score.interval
-            )
+            low, high = score.interval
+            judged = f"{'beyond' if score.is_beyond_chance else 'within'} chance, {low:.2f} to {high:.2f}"
         lines.append(f"{known} -> {score.made:.2f} ({score.made - score.held:+.2f}), {judged}")
     return lines
 
 
-def _find_interval(name: str, metrics: Mapping[str, Any]) -> tuple[float, float] | None:
+def _find_interval(name: str, metrics: Mapping[str, Any]) -> Interval | None:
+    """Return the 95 % interval of a score in a record, see `Score`; None for a record without the score."""
     if name not in metrics:
         return None
     interval = find_score_interval(metrics, name)
@@ -88,6 +89,7 @@ def _find_interval(name: str, metrics: Mapping[str, Any]) -> tuple[float, float]
 
 
 def _git(root: Path, *arguments: str) -> str:
+    """Run git in the checkout and return its output; a failure is a `UserError` with the last line of its message."""
     try:
         done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, timeout=60)
     except OSError as error:

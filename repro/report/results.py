@@ -1,26 +1,27 @@
 """Our results: the functions by which a ledger's expressions read numbers from the records."""
 
 import dataclasses
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from ..bench.kernels import find_memory_ratio, read_bench
 from ..bench.pooling import COMMAND, HOST, UNKNOWN, Row, find_slow_operator, mark_host, pool_runs
-from ..core.config import DEFAULT_PROFILE, find_profile, list_profiles, load_yaml
+from ..core.config import DEFAULT_PROFILE, list_profiles, load_yaml
 from ..core.errors import UserError
 from ..core.paths import Paths
 from ..core.record import read_json
+from ..core.statistics import Interval
 from .paper import Paper
 from .records import Missing, Source, check_mapping, list_all, name_keys, read_sources, read_speeds
+from .trainings import TrainingFilter, fits_training, parse_training
 
 
 class _Benchmark(NamedTuple):
     """A public data set, with the conditions under which a score on it is compared with a paper's."""
 
     name: str
-    val_images: int  # of the validation split; only a score on all of them is compared
+    val_images: int  # the size of the validation split; only a score on all of them is compared
     starts_pretrained: bool  # whether a training on it starts from weights that were pretrained elsewhere
 
 
@@ -36,17 +37,9 @@ _ADAPTER = "vit_adapter"  # the model name in counts of a backbone with its adap
 _CONVENTIONS = "macs_g", "macs_g_paper_convention", "macs_g_of_authors", "macs_g_fvcore"
 # the protocol of published scores of generated pictures: their number, and the reference batch
 _DRAWN, _REFERENCE = 50_000, "VIRTUAL_imagenet256_labeled.npz"
-# (a speed's row in words, its median, the ends of its range over processes, None for one process) -> the speed to use
-Choose = Callable[[str, float, tuple[float, float] | None], float]
-# a filter on trainings by any of `image_size`, `epochs`, `mesa` (taught by the moving average of its weights) and
-# `frozen` (whether a linearization kept the weights of its softmax model)
-_Training = Mapping[str, Any]
-_WORDS = {
-    "MESA": ("mesa", True),
-    "no MESA": ("mesa", False),
-    "linearized": ("frozen", False),
-    "linearized, frozen": ("frozen", True),
-}
+# (a speed's row in words, its median, the ends of its range over processes, None for one process) -> the speed to use;
+# `claims` evaluates a statement once at the medians and once at each combination of the ends
+Choose = Callable[[str, float, Interval | None], float]
 # of rows that measure the same, the one of the first of these backends counts, then the one over most processes
 _BACKENDS = ("triton", "numba", "torch")
 
@@ -65,9 +58,14 @@ class SpeedGroup:
 
     @classmethod
     def of(cls, row: Row, device: str) -> "SpeedGroup":
-        """Return the group of a speed row, or of a sweep's conclusion about rows."""
+        """Return the group of a speed row, or of a comparison by `bench.conclude`, which has no field `device`."""
         how = {"graphs": ", through CUDA graphs", True: ", compiled"}.get(row.get("compile"), "")
         return cls(device, row["batch_size"], row["dtype"], row["mode"] + how)
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether the device is a GPU, whose name begins with `cuda: `."""
+        return self.device.startswith("cuda")
 
     @property
     def caveat(self) -> str:
@@ -75,32 +73,7 @@ class SpeedGroup:
 
         Rows whose time is the host's give no speed, so they need no suffix.
         """
-        return f"; {UNKNOWN}" if self.device.startswith("cuda") and not self.mode.endswith("graphs") else ""
-
-
-def parse_training(asked: Sequence[int | str]) -> _Training:
-    """Parse the last arguments of `accuracy`: side in pixels, `36 epochs`, or one of `_WORDS`, else a ValueError."""
-    found: dict[str, Any] = {}
-    for each in asked:
-        if isinstance(each, int):
-            found["image_size"] = each
-        elif match := re.fullmatch(r"(\d+) epochs", each):
-            found["epochs"] = int(match[1])
-        elif each in _WORDS:
-            name, value = _WORDS[each]
-            found[name] = value
-        else:
-            words = "`36 epochs`, `MESA`, `no MESA`, `linearized` or `linearized, frozen`"
-            raise ValueError(f"{each!r}: no training; write a side in pixels, {words}")
-    return found
-
-
-def fits_training(about: Mapping[str, Any], asked: _Training) -> bool:
-    """Tell whether a record or a profile's cell matches a filter; a missing `mesa` or `freeze` means False."""
-    said = {"epochs": about.get("epochs"), "mesa": bool(about.get("mesa"))}
-    said["image_size"] = about.get("image_size", asked.get("image_size"))  # a cell may state it elsewhere
-    said["frozen"] = None if about.get("init") is None else bool(about.get("freeze"))
-    return all(said[name] == value for name, value in asked.items())
+        return f"; {UNKNOWN}" if self.is_gpu and not self.mode.endswith("graphs") else ""
 
 
 class Results:
@@ -119,20 +92,20 @@ class Results:
 
     @cached_property
     def counts(self) -> dict[str, tuple[Row, Source]]:
-        """The rows of the complexity stage with their records, by `model[option=value]@size`."""
+        """The rows of the complexity stage with their records, by `model[option=value]@size`, as ledgers name them."""
         found = {}
         for source in self.sources:
             if source.stage == "complexity":
                 for name, row in check_mapping(source.metrics["rows"], f"{source.path}: metrics.rows").items():
                     check_mapping(row, f"{source.path}: {name}")
-                    found[f"{self.model_key(row)}@{_size_of(row)}"] = row, source
+                    found[f"{self.model_key(row)}@{_name_size(row)}"] = row, source
         return found
 
     @cached_property
     def speed_rows(self) -> dict[SpeedGroup, list[tuple[Row, Source]]]:
         """The speed rows of all devices with their records, pooled over processes, with `host`, by `SpeedGroup`."""
         groups: dict[SpeedGroup, list] = {}
-        for source in (each for each in self.sources if each.path.endswith(".csv")):
+        for source in (each for each in self.sources if each.path.endswith(".csv")):  # those of `read_speeds`
             for row in mark_host(pool_runs(source.metrics["rows"])):
                 groups.setdefault(SpeedGroup.of(row, row["device"]), []).append((row, source))
         return dict(sorted(groups.items()))
@@ -143,7 +116,10 @@ class Results:
         return [s for s in self.sources if all(isinstance(s.metrics.get(key), str) for key in ("kind", "model"))]
 
     def functions(self) -> dict[str, Callable]:
-        """Return the functions of a ledger's expressions that depend neither on a device nor on the paper."""
+        """Return the functions of a ledger's expressions that depend neither on a device nor on the paper.
+
+        Each raises `Missing` where no record has the number, and adds the files that it read to `used`.
+        """
         return {
             "params_m": lambda row: self._count(row, "num_params") / 1e6,
             **{field: partial(self._count, field=field) for field in _CONVENTIONS},
@@ -172,14 +148,17 @@ class Results:
             return self._speed(group, field, model, size, attention if asked == "unfused" else asked)
 
         def fps(model: str, size: int, asked: str | None = None) -> float:
+            """Return images per second at an image size in pixels; `asked` is the attention of a baseline."""
             row = find_row("throughput_img_per_s", model, size, asked)
             speed, latencies = row["throughput_img_per_s"], row["latency_range_ms"]
             if choose is None:
                 return speed
+            # from the slowest process to the fastest; None for one process
             ends = latencies and tuple(speed * row["latency_ms"] / end for end in reversed(latencies))
             return choose(f"{model} at {size}, {row['attention']}", speed, ends)
 
         def memory_mib(*asked: Any) -> float:
+            """Return the peak memory in MiB; the arguments are those of `fps`."""
             return find_row("peak_memory_mib", *asked)["peak_memory_mib"]
 
         return {"fps": fps, "memory_mib": memory_mib}
@@ -222,11 +201,22 @@ class Results:
         """Tell whether `make reproduce` writes a record: one of a stage without cells, or of a cell of profiles/mini.yaml."""
         if source.stage is None or source.cell is None:
             return source.stage is not None
-        return source.stage not in self._default_cells or source.cell in (self._default_cells[source.stage] or {})
+        sections = self._default_profile
+        return source.stage not in sections or source.cell in (sections[source.stage] or {})
 
     @cached_property
-    def _default_cells(self) -> Mapping[str, Any]:
-        file = self.paths.profiles / f"{DEFAULT_PROFILE}.yaml"
+    def _default_profile(self) -> Mapping[str, Any]:
+        """The sections of the profile that `make reproduce` runs."""
+        return self._load_profile(DEFAULT_PROFILE)
+
+    @cached_property
+    def _paper_profile(self) -> Mapping[str, Any]:
+        """The sections of the profile that trains at the scale of the papers."""
+        return self._load_profile("paper")
+
+    def _load_profile(self, name: str) -> Mapping[str, Any]:
+        """Return the sections of a profile; empty where the checkout lacks it."""
+        file = self.paths.profiles / f"{name}.yaml"
         return load_yaml(file) if file.is_file() else {}
 
     @cached_property
@@ -256,14 +246,22 @@ class Results:
             field = "macs_g_paper_convention"
             if found["model"] == _ADAPTER or field not in found:
                 raise Missing("nobody has written down by which convention its authors count", "none")
-        if field == "macs_g_fvcore" and field not in found:
-            why = "counted by our convention alone: the row's group in params.yaml does not say `fvcore`"
-            raise Missing(why, "repro complexity")
         if field not in found:
-            raise Missing(f"the row has no {field}", "repro complexity")
+            why = f"the row has no {field}"
+            if field == "macs_g_fvcore":
+                why = "counted by our convention alone: the row's group in params.yaml does not say `fvcore`"
+            raise Missing(why, "repro complexity")
         return found[field]
 
     def _score(self, kind: str, model: str, key: str, *asked: int | str) -> float:
+        """Read a score of a model on a kind of data set, all of whose validation images it must be on.
+
+        Args:
+            kind: a key of `_BENCHMARKS`.
+            model: the result of `model_key`.
+            key: the score's name in the record.
+            asked: conditions on the training, see `parse_training`.
+        """
         training = parse_training(asked)
         benchmark, command = _BENCHMARKS[kind], self._score_command(kind, model, training)
         fitting = [
@@ -283,26 +281,27 @@ class Results:
         self.used.add(source.path)
         return source.metrics[key]
 
-    def _is_as_described(self, source: Source, benchmark: _Benchmark, training: _Training) -> bool:
+    def _is_as_described(self, source: Source, benchmark: _Benchmark, training: TrainingFilter) -> bool:
         """Tell whether a record's training and evaluation allow a comparison with a paper's score."""
         record = source.metrics
-        if "options" not in record:  # evaluated from a file that does not name the model's variant
+        # an evaluation of a file that does not name the model's variant has no options
+        if "options" not in record or not fits_training(record, training):
             return False
-        if not source.most_seeds:  # a training evaluates in fp32, `repro evaluate` in a given dtype
-            is_of_recipe = bool(training.keys() - {"image_size"})
-            is_known = record.keys() & {"weights_tag", "weights_file"} or record.get("weights_hash") in self._hashes
-            fits = fits_training(record, training) and source.identity.get("dtype") == "fp32"
-            return bool(is_known) and not is_of_recipe and fits
-        # outside the stages, a command line may have shortened a training; other first weights are another experiment
-        starts_pretrained = benchmark.starts_pretrained or "frozen" in training
-        is_alike = (record.get("init") is not None) == starts_pretrained
-        return fits_training(record, training) and source.stage is not None and is_alike
+        if source.most_seeds:
+            # outside the stages, a command line may have shortened it; other first weights are another experiment
+            starts_pretrained = benchmark.starts_pretrained or "frozen" in training
+            return source.stage is not None and (record.get("init") is not None) == starts_pretrained
+        # `repro evaluate` evaluates in a given dtype, and a training in fp32; it does not know how weights were trained
+        is_known = record.keys() & {"weights_tag", "weights_file"} or record.get("weights_hash") in self._hashes
+        return bool(is_known) and training.keys() <= {"image_size"} and source.identity.get("dtype") == "fp32"
 
-    def _score_command(self, kind: str, model: str, training: _Training) -> str:
+    def _score_command(self, kind: str, model: str, training: TrainingFilter) -> str:
+        """Return the command that would measure a score; `none` with a reason where no cell trains the model so."""
+        # timm has pretrained classifiers of families that are none of a paper's own
         is_foreign = model.split("_")[0] not in self.families
-        if is_foreign and not _BENCHMARKS[kind].starts_pretrained and not training.keys() - {"image_size"}:
+        if is_foreign and not _BENCHMARKS[kind].starts_pretrained and training.keys() <= {"image_size"}:
             return f"repro evaluate --model {model} --pretrained --data {kind}"
-        for section in self.scores:
+        for section in self.scores:  # the stages' names are those of the profile's sections
             if (cell := self._find_cell(section, model, kind, training)) is not None:
                 return f"repro profile use paper && repro {section} --cell {cell}"
         return f"none: {_PROFILE} has no cell that trains it so"
@@ -316,6 +315,7 @@ class Results:
         return 100 * sum(each["inner_loss_after"] > each["inner_loss_before"] for each in after) / len(after)
 
     def _images(self, kind: str, split: str) -> int:
+        """Count the images of a split of a prepared data set, or its `classes`, if it is as it was published."""
         for file in sorted(self.paths.results.glob("prepare_data/*/manifest.json")):
             where = file.relative_to(self.paths.root).as_posix()
             manifest = check_mapping(name_keys(read_json(file), where), where)
@@ -329,16 +329,11 @@ class Results:
         """The cells of all profiles by `SECTION.NAME`, which has the same definition in all of them."""
         found = {}
         for profile in list_profiles(self.paths):
-            for section, cells in load_yaml(find_profile(self.paths, profile)).items():
+            for section, cells in self._load_profile(profile).items():
                 found |= {f"{section}.{name}": cell for name, cell in (cells or {}).items()}
         return found
 
-    @cached_property
-    def _paper_profile(self) -> Mapping[str, Any]:
-        file = self.paths.profiles / "paper.yaml"
-        return load_yaml(file) if file.is_file() else {}
-
-    def _find_cell(self, section: str, model: str, kind: str, training: _Training) -> str | None:
+    def _find_cell(self, section: str, model: str, kind: str, training: TrainingFilter) -> str | None:
         """Find the cell of profiles/paper.yaml that trains a model on a kind of data; None if there is none."""
         prepared = self._paper_profile.get("prepare_data") or {}
         for name, cell in (self._paper_profile.get(section) or {}).items():
@@ -350,7 +345,10 @@ class Results:
         return None
 
     def _state(self, absent: str, *path: str | None) -> Any:
-        """Read the value at a key path of profiles/paper.yaml; if there is none, raise `Missing` by `absent`."""
+        """Read the value at a key path of profiles/paper.yaml; if there is none, raise `Missing` by `absent`.
+
+        A None in the path, for a cell that was not found, leads to no value.
+        """
         value: Any = self._paper_profile
         for part in path:
             value = value.get(part) if isinstance(value, Mapping) else None
@@ -360,6 +358,7 @@ class Results:
         return value
 
     def _profile(self, section: str, model: str, kind: str, key: str) -> float:
+        """Read a setting, by its key path such as `optim.lr`, of the cell that trains a model on a kind of data."""
         cell, absent = self._find_cell(section, model, kind, {}), f" has no {section} cell for it"
         if cell is not None:
             absent = f": {section}.{cell} does not state {key}, so the code's default holds"
@@ -368,6 +367,7 @@ class Results:
         return value[-1] if isinstance(value, list) else value
 
     def _expected(self, kind: str, split: str) -> int:
+        """Read the images of a split, or the `classes`, that profiles/paper.yaml requires of a kind of data set."""
         prepared = (self._paper_profile.get("prepare_data") or {}).items()
         own = (name for name, cell in prepared if cell.get("kind") == kind and split in (cell.get("expected") or {}))
         name = next(own, None)
@@ -382,6 +382,7 @@ class Results:
         if cell is None:
             raise Missing(f"{_PROFILE} has no generate cell for it", "none")
         asked = self._paper_profile["generate"][cell]
+        # fields of the training's record, then of the record of its pictures
         about = {name: asked[name] for name in ("epochs", "batch_size")} | {"kind": "latents", "classes": 1000}
         about |= {"steps": asked["epochs"] * asked["steps_per_epoch"], "init": None, "image_size": 256}
         about |= {"split": "val", "held_out_images": _BENCHMARKS["imagenet"].val_images}
@@ -391,7 +392,7 @@ class Results:
         drawn = {"protocol": _REFERENCE, "samples": _DRAWN, "image_size": 256, "sampling": asked["sampling"]}
         for source in self.sources:
             m = source.metrics
-            is_alike = all(m.get(name) == value for name, value in drawn.items()) and m.get(key) is not None
+            is_alike = drawn.items() <= m.items() and m.get(key) is not None
             if is_alike and m["weights_hash"] in trained and len(m["classes"]) == about["classes"]:
                 self.used.add(source.path)
                 return m[key]
@@ -409,14 +410,15 @@ class Results:
         """
 
         def rank(found: tuple[Row, Source]) -> tuple:
-            backend = found[0]["backend"]
-            place = _BACKENDS.index(backend) if backend in _BACKENDS else len(_BACKENDS)
-            return place, -found[0]["processes"], found[1].path
+            """Return the sort key by which the row that counts is the smallest, see `_BACKENDS`."""
+            row, source = found
+            place = _BACKENDS.index(row["backend"]) if row["backend"] in _BACKENDS else len(_BACKENDS)
+            return place, -row["processes"], source.path
 
         fitting = [
             (row, source)
             for row, source in self.speed_rows.get(group, [])
-            if (self.model_key(row, source.path), _size_of(row), row["attention"]) == (model, str(size), attention)
+            if (self.model_key(row, source.path), _name_size(row), row["attention"]) == (model, str(size), attention)
         ]
         row, source = min(fitting, key=rank, default=(None, None))
         if row is None or row["status"] != "ok" or row[field] is None:
@@ -430,6 +432,7 @@ class Results:
         return row
 
     def _memory_ratio(self) -> float:
+        """Return the peak memory of the reference path as a multiple of the kernel's, by the first GPU that has both."""
         for file in sorted(self.paths.speed.glob("kernels/*.csv")):  # of GPUs alone: no kernel runs on a CPU
             if ratio := find_memory_ratio(read_bench(file)):
                 self.used.add(file.relative_to(self.paths.root).as_posix())
@@ -439,8 +442,7 @@ class Results:
         )
 
 
-def _size_of(row: Row) -> str:
+def _name_size(row: Row) -> str:
     """Return the image size of a row in pixels: `224`, or `800x1344` (height x width) if it is no square."""
-    size = row["image_size"]
-    height, width = size if isinstance(size, list) else (size, size)
+    height, width = row["image_size"]
     return str(height) if height == width else f"{height}x{width}"

@@ -1,6 +1,7 @@
 """Pages as Jinja2 templates in Markdown: people write the text, and functions fill in the numbers of the records."""
 
 import re
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -9,14 +10,17 @@ from typing import TYPE_CHECKING, Any
 from .answer import judge_question
 from .claims import Report
 from .gallery import Speeds, find_all_speeds
-from .results import Missing
+from .paper import list_functions
+from .records import Missing, is_remark
 from .variants import judge_variants
 from .verdicts import Status, count_statuses
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-_MARK = "\0"  # before and after the reason why a number is missing
+# before and after the reason why a number is missing; `_call` writes it, and `render_template` then drops all other
+# text of the paragraph
+_MARK = "\0"
 _NOT_MEASURED = "not measured"
 _LINE_BREAK = re.compile(r"\s*\n(?!\||- |\d+\. )\s*")  # within a paragraph or an item of a list
 
@@ -33,9 +37,8 @@ def render_template(file: Path, report: Report, parts: Mapping[str, Callable[...
         parts: the functions that the template may call in addition to those of this module.
     """
     environment = make_environment(file.parent)
-    environment.finalize = lambda value: f"{value:,}" if isinstance(value, int) else value
-    own = (judge, printed, compare_speed, compare_memory, name_device, describe_pairs, count_status)
-    functions = {each.__name__: each for each in own} | {**parts}
+    environment.finalize = lambda value: f"{value:,}" if isinstance(value, int) else value  # 1303 as `1,303`
+    functions = list_functions(sys.modules[__name__]) | {**parts}
     environment.globals = {name: partial(_call, part, report) for name, part in functions.items()}
     paragraphs = []
     for text in re.split(r"\n\s*\n", environment.get_template(file.name).render().strip()):
@@ -61,11 +64,12 @@ def make_environment(folder: Path, *, autoescape: bool = False) -> "Environment"
 
 
 def _call(part: Callable[..., Any], report: Report, *arguments: Any) -> Any:
+    """Call a function of a template; return the sentence on a missing number, between marks, instead of raising."""
     try:
         return part(report, *arguments)
     except Missing as missing:
         reason, command = missing.args
-        how = "." if command.startswith("none") else f": `{command}`."
+        how = "." if is_remark(command) else f": `{command}`."
         return f"{_MARK}{reason[0].upper()}{reason[1:]}{how}{_MARK}"
 
 
@@ -113,7 +117,7 @@ def name_device(report: Report, kind: str) -> str:
 def _find_speeds(report: Report, kind: str) -> Speeds | None:
     """Return a kind of device's record with the largest batch, in which the host's share of the time is least."""
     every = find_all_speeds(report.paper.comparison, report.results)
-    return next((speeds for speeds in every if speeds.is_gpu == (kind == "GPU")), None)
+    return next((speeds for speeds in every if speeds.group.is_gpu == (kind == "GPU")), None)
 
 
 def describe_pairs(report: Report, place: str, data: str) -> str:

@@ -5,7 +5,7 @@ import fnmatch
 import itertools
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 from .claims import Report
@@ -27,25 +27,33 @@ class Group:
     elsewhere: tuple["Group", ...] = ()  # the groups of other machines, which may have trained other variants
 
     @property
+    def _first(self) -> Source:
+        """Any of the records, for what they all have in common; a group is never empty."""
+        return next(iter(self.variants.values()))
+
+    @property
     def machine(self) -> str:
-        return next(iter(self.variants.values())).machine
+        """The device that trained all variants, without its number of threads."""
+        return self._first.machine
 
     @property
     def common(self) -> Mapping[str, Any]:
         """The metrics of the first record, for keys on which all records agree, such as the model and the data."""
-        return next(iter(self.variants.values())).metrics
+        return self._first.metrics
 
     @property
     def setting(self) -> tuple[Any, ...]:
         """What the trainings have in common besides their model and first weights."""
-        return _read_setting(next(iter(self.variants.values())))
+        return _read_setting(self._first)
 
     @property
     def most_seeds(self) -> int:
+        """The number of seeds of the variant that has most."""
         return max(source.most_seeds for source in self.variants.values())
 
     @property
     def has_own_rates(self) -> bool:
+        """Whether each variant was trained at a learning rate of its own, by the suite's declaration."""
         return self.suite.searches is not None
 
     @property
@@ -73,13 +81,12 @@ class Group:
 
     def list_changes(self, name: str) -> dict[str, Any]:
         """Return the settings that distinguish a variant: model options, and `freeze` if inherited weights stay."""
-
-        def list_choices(source: Source) -> dict[str, Any]:
-            return {**source.metrics["options"], **({"freeze": True} if source.metrics.get("freeze") else {})}
-
-        every = [list_choices(source) for source in self.variants.values()]
-        own = list_choices(self.variants[name])
-        return {key: value for key, value in own.items() if any(each.get(key) != value for each in every)}
+        choices = {
+            each: {**source.metrics["options"], **({"freeze": True} if source.metrics.get("freeze") else {})}
+            for each, source in self.variants.items()
+        }
+        own = choices[name].items()
+        return {key: value for key, value in own if any(each.get(key) != value for each in choices.values())}
 
 
 def find_groups(results: Results, paper: Paper, names: Collection[str] = ()) -> list[Group]:
@@ -92,19 +99,22 @@ def find_groups(results: Results, paper: Paper, names: Collection[str] = ()) -> 
     listed = list_all(results.sources)
     trained = [each for each in listed if each.most_seeds and TOP1 in each.metrics]
     searches = [each for each in listed if "trials" in each.metrics]
+    names = names or paper.variants
 
-    def rank(group: Group) -> tuple[int, int, int]:
-        return rank_machine([source for name, source in group.variants.items() if not names or name in names])
+    def rank(group: Group) -> tuple[int, int]:
+        """Return the rank of a group's machine; a picture or a table counts only the variants that it shows."""
+        return rank_machine([source for name, source in group.variants.items() if name in names])
 
     def find_alike(source: Source) -> tuple[Any, ...]:
-        return source.machine, _read_setting(source), (source.metrics.get("init") or {}).get("weights_hash")
+        """Return what the records of a group share; only seeds of one machine are paired."""
+        return source.machine, _read_setting(source), source.init_hash
 
     groups = []
     for suite in paper.suites:
-        found = suite.list_places(paper.variants)
-        members = [each for each in trained if each.place in found]
+        places = suite.list_places(paper.variants)
+        members = [each for each in trained if each.place in places]
         for alike in group_by(members, lambda each: each.metrics["model"]).values():
-            by_machine = [_gather(suite, own, searches, paper) for own in group_by(alike, find_alike).values()]
+            by_machine = [_gather(suite, places, own, searches) for own in group_by(alike, find_alike).values()]
             first, *others = sorted(by_machine, key=rank, reverse=True)
             others = [each for each in others if each.machine != first.machine and each.setting == first.setting]
             groups.append(dataclasses.replace(first, elsewhere=tuple(others)))
@@ -112,20 +122,26 @@ def find_groups(results: Results, paper: Paper, names: Collection[str] = ()) -> 
 
 
 def _read_setting(source: Source) -> tuple[Any, ...]:
-    keys = ("data", "image_size", "epochs", "split", "held_out_images", "classes")
-    return tuple(source.metrics.get(key) for key in keys)
+    """Return what variants must have in common to be compared, besides machine, model and first weights."""
+    return *source.scored_on, *(source.metrics.get(key) for key in ("image_size", "epochs", "classes"))
 
 
-def _gather(suite: Suite, own: Iterable[Source], searches: Iterable[Source], paper: Paper) -> Group:
-    """Make the group of one machine's records, and look up the searches of their learning rates."""
+def _gather(suite: Suite, places: Mapping[str, str], own: Iterable[Source], searches: Iterable[Source]) -> Group:
+    """Make the group of one machine's records, and look up the searches of their learning rates.
+
+    Args:
+        suite: the suite whose cells wrote the records.
+        places: place of a cell -> its variant, see `Suite.list_places`.
+        own: the machine's records.
+        searches: the searches of all machines.
+    """
     by_place = {each.place: each for each in own}
     members: dict[str, Source] = {}
-    for place, name in suite.list_places(paper.variants).items():  # of a variant's cells the first counts
+    for place, name in places.items():  # of a variant's cells the first counts
         if place in by_place:
             members.setdefault(name, by_place[place])
-    ordered = {name: members[name] for name in dict.fromkeys((*paper.variants, *sorted(members))) if name in members}
-    chosen = {name: _find_search(suite, name, source, searches) for name, source in ordered.items()}
-    return Group(suite=suite, variants=ordered, searches={name: search for name, search in chosen.items() if search})
+    chosen = {name: _find_search(suite, name, source, searches) for name, source in members.items()}
+    return Group(suite=suite, variants=members, searches={name: search for name, search in chosen.items() if search})
 
 
 def _find_search(suite: Suite, name: str, source: Source, searches: Iterable[Source]) -> Source | None:
@@ -138,12 +154,18 @@ def _find_search(suite: Suite, name: str, source: Source, searches: Iterable[Sou
 
 
 def _read_rate(source: Source) -> float:
+    """Read the peak of a training's learning rate from its recipe; trainings of a suite with searches have one."""
     return json.loads(source.recipe)["learning_rate"]["peak"]
 
 
-def judge_group(group: Group, where: VariantTable, ledger: Ledger) -> Ordering:
-    """Judge the paper's order of the variants in a table or figure by a group; see `ordering.judge_ordering`."""
+def judge_group(group: Group, where: VariantTable, ledger: Ledger, also_in: Group | None = None) -> Ordering:
+    """Judge the paper's order of the variants in a table or figure by a group; see `ordering.judge_ordering`.
+
+    With `also_in`, only the variants count that this other group has, too.
+    """
     members, m = group.at(where), group.common
+    if also_in is not None:
+        members = {name: source for name, source in members.items() if name in also_in.variants}
     top1 = {name: source.by_seed(TOP1) for name, source in members.items()}
     ends = {
         name: {run["seed"]: find_last_scores(run) for run in source.metrics["by_seed"]}
@@ -179,11 +201,25 @@ def find_printed(ledger: Ledger, row: str | None, column: str) -> str:
     return "–" if entry is None else entry.printed or "–"
 
 
+@lru_cache(maxsize=8)  # several sections and pages of a paper ask for it; the bound frees the reports of earlier runs
 def judge_variants(report: Report) -> list[tuple[Group, VariantTable, Ordering]]:
-    """Judge each table by each group with at least two of its variants, the group with the most seeds first."""
-    tables = report.paper.compared
-    pairs = sorted(_pair(report), key=lambda pair: (tables.index(pair[1]), -pair[0].most_seeds))
-    return [(group, where, judge_group(group, where, report.paper.ledger)) for group, where in pairs]
+    """Judge each table by each group with at least two of its variants, the group with the most seeds first.
+
+    A group that another surpasses is left out, see `_surpasses`.
+    """
+    judged = []
+    for where in report.paper.compared:
+        groups = _find_compared(report, where)
+        shown = [group for group in groups if not any(_surpasses(other, group, where) for other in groups)]
+        for group in sorted(shown, key=lambda group: -group.most_seeds):
+            judged.append((group, where, judge_group(group, where, report.paper.ledger)))
+    return judged
+
+
+def _find_compared(report: Report, where: VariantTable) -> list[Group]:
+    """Find the groups with at least two variants of a table or figure; fewer have no order."""
+    groups = find_groups(report.results, report.paper, where.rows)
+    return [group for group in groups if len(group.at(where)) > 1]
 
 
 def list_ablations(report: Report) -> str:
@@ -199,11 +235,11 @@ def list_ablations(report: Report) -> str:
     if not judged:
         raise Missing("no variant is trained yet", command)
     rows = []
-    for group, at, it in judged:
-        others = _judge_elsewhere(group, at, ledger)
+    for group, where, found in judged:
+        others = _judge_elsewhere(group, where, ledger)
         again = "; ".join(f"{each.machine}: {other.shown}, by {_count_pairs(other.pairs)}" for each, other, _ in others)
         origin = f"{group.title}, {group.common['image_size']}² pixels, {group.machine}"
-        rows.append([at.place, origin, strong(it.shown), it.why, number(it.tau, ".2f"), again or "–"])
+        rows.append([where.place, origin, strong(found.shown), found.why, number(found.tau, ".2f"), again or "–"])
     header = ["", "trained", "verdict", "because", "τ", "elsewhere"]
     blocks = [table(header, rows)]
     drawn = _choose_panels(report)
@@ -246,25 +282,20 @@ def describe_elsewhere(group: Group, names: Collection[str]) -> str:
 
 def _judge_elsewhere(group: Group, where: VariantTable, ledger: Ledger) -> list[tuple[Group, Ordering, Ordering]]:
     """Return other machines' groups with an ordered pair, and the verdicts of both on the variants that both have."""
-    found = []
-    for other in group.elsewhere:
-        shared = [name for name in group.variants if name in other.variants]
-        judged, same = (
-            judge_group(
-                dataclasses.replace(each, variants={name: each.variants[name] for name in shared}), where, ledger
-            )
-            for each in (other, group)
-        )
-        if judged.pairs:
-            found.append((other, judged, same))
-    return found
+    found = [
+        (other, judge_group(other, where, ledger, group), judge_group(group, where, ledger, other))
+        for other in group.elsewhere
+    ]
+    return [(other, judged, same) for other, judged, same in found if judged.pairs]
 
 
 def _count_pairs(pairs: Sequence[Pair]) -> str:
+    """Return the number of pairs in words: `1 pair`, `2 pairs`."""
     return f"{len(pairs)} pair{'s' * (len(pairs) > 1)}"
 
 
 def _show_top1(source: Source) -> str:
+    """Write a training's mean Top-1 in percent ± its standard deviation over the seeds, which one seed lacks."""
     spread = source.metrics.get("top1_std_percent")
     return f"{source.metrics[TOP1]:.2f}" + (f" ± {spread:.2f}" if spread is not None else "")
 
@@ -283,7 +314,8 @@ def plan_figures(report: Report) -> Drawings:
 
 def find_shown(report: Report) -> set[str]:
     """Return the paths of records that the ablations or another document show, which the page of runs leaves out."""
-    own = {source.path for group, where in _list_pairs(report) for source in group.at(where).values()}
+    compared = ((group, where) for where in report.paper.compared for group in _find_compared(report, where))
+    own = {source.path for group, where in compared for source in group.at(where).values()}
     patterns = [document.records for document in report.paper.documents]
     shown = set()
     for source in report.results.sources:
@@ -291,19 +323,6 @@ def find_shown(report: Report) -> set[str]:
         if ablated or any(fnmatch.fnmatch(source.place, pattern) for pattern in patterns):
             shown.add(source.path)
     return shown
-
-
-def _pair(report: Report) -> list[tuple[Group, VariantTable]]:
-    """Pair each group with each table that has at least two of its variants, unless another group surpasses it."""
-    pairs = _list_pairs(report)
-    rivals = group_by(pairs, lambda pair: pair[1].place)
-    return [pair for pair in pairs if not any(_surpasses(other, *pair) for other, _ in rivals[pair[1].place])]
-
-
-def _list_pairs(report: Report) -> list[tuple[Group, VariantTable]]:
-    paper = report.paper
-    pairs = [(group, where) for where in paper.compared for group in find_groups(report.results, paper, where.rows)]
-    return [(group, where) for group, where in pairs if len(group.at(where)) > 1]
 
 
 def _surpasses(other: Group, group: Group, where: VariantTable) -> bool:
@@ -320,10 +339,11 @@ def _choose_panels(report: Report) -> dict[str, list[tuple[Group, VariantTable]]
     A panel shows the group with the most of its variants. Own learning rates break ties, then more epochs.
     """
     pictures = report.paper.pictures
-    shown = [(group, where) for group, where in _pair(report) if where.place in pictures]
+    shown = [(group, where) for group, where, _ in judge_variants(report) if where.place in pictures]
     rivals = group_by(shown, lambda pair: (pair[0].common["data"], pair[1].place))
 
     def rank(pair: tuple[Group, VariantTable]) -> tuple[int, bool, int]:
+        """Return the sort key by which a data set's best group is the largest."""
         return len(pair[0].at(pair[1])), pair[0].has_own_rates, pair[0].common["epochs"]
 
     found = {}
@@ -342,27 +362,24 @@ def _rows_table(group: Group, where: VariantTable, report: Report) -> str:
     extra = [key for key in asked if key != TOP1 and any(key in scores for scores in downstream.values())]
     # sizes and speeds are left out, because the section of the paper's own table compares them with ours
     printed = [key for key in asked if columns[key].kind == "accuracy" and (key == TOP1 or key in extra)]
-    theirs = [f"paper: {'Top-1 (%)' if key == TOP1 else columns[key].label}" for key in printed]
-    measured = ("params (M)", "MACs (G)", "Top-1 (%)", *(columns[key].label for key in extra))
     rows = []
     for name, source in members.items():
-        m, scores = source.metrics, downstream[name]
+        m = source.metrics
         changes = ", ".join(f"{key} {value or 'all'}" for key, value in group.list_changes(name).items())
+        row = {"": changes or paper.ablations.label or paper.model}  # heading -> cell
         if group.has_own_rates:
-            changes = f"{changes or paper.model}, rate {_read_rate(source):g}"
-        rows.append(
-            [
-                changes or paper.ablations.label or paper.model,
-                *([_describe_search(group, name)] if group.has_own_rates else []),
-                *(number(find_printed(ledger, where.rows[name], key)) for key in printed),
-                number(m["num_params"] / 1e6, ".4g"),
-                number(count_macs(m["model"], json.dumps(m["options"]), m["image_size"], m["classes"]), ".4g"),
-                _show_top1(source),
-                *(number(scores.get(key), ".1f") for key in extra),
-            ]
-        )
-    search = ["search of its rate"] if group.has_own_rates else []
-    return table(["", *search, *theirs, *(f"ours: {name}" for name in measured)], rows)
+            row[""] = f"{changes or paper.model}, rate {_read_rate(source):g}"
+            row["search of its rate"] = _describe_search(group, name)
+        for key in printed:
+            label = "Top-1 (%)" if key == TOP1 else columns[key].label
+            row[f"paper: {label}"] = find_printed(ledger, where.rows[name], key)
+        macs_g = count_macs(m["model"], json.dumps(m["options"]), m["image_size"], m["classes"])
+        row["ours: params (M)"] = number(m["num_params"] / 1e6, ".4g")
+        row["ours: MACs (G)"] = number(macs_g, ".4g")
+        row["ours: Top-1 (%)"] = _show_top1(source)
+        row |= {f"ours: {columns[key].label}": number(downstream[name].get(key), ".1f") for key in extra}
+        rows.append(row)
+    return table([*rows[0]], (row.values() for row in rows))
 
 
 def _describe_search(group: Group, name: str) -> str:
@@ -394,21 +411,25 @@ def _downstream_scores(results: Results, source: Source) -> dict[str, float]:
 
     Of several, those of the pipeline count before others, then those of the longest training.
     """
-    weights, found = source.metrics["weights_hash"], {}
     keys = {key for scores in results.scores.values() for key in scores} - {TOP1}
-    dense = [each for each in results.score_sources if (each.metrics.get("init") or {}).get("weights_hash") == weights]
-    for m in (each.metrics for each in sorted(dense, key=lambda each: (each.stage is None, -each.metrics["epochs"]))):
-        found = {key: m[key] for key in keys if isinstance(m.get(key), (int, float))} | found
+    dense = [each for each in results.score_sources if each.init_hash == source.metrics["weights_hash"]]
+    found: dict[str, float] = {}
+    for each in sorted(dense, key=lambda each: (each.stage is None, -each.metrics["epochs"])):
+        own = {key: each.metrics.get(key) for key in keys}
+        found = {key: score for key, score in own.items() if isinstance(score, (int, float))} | found
     return found
 
 
 def _pairs_table(where: VariantTable, found: Ordering, ledger: Ledger) -> str:
+    """Write a row per pair that the paper orders: its difference, ours, and the seeds that would separate it."""
     rows = []
     for pair in found.pairs:
-        printed = [find_printed(ledger, where.rows[name], TOP1) for name in (pair.better, pair.worse)]
-        theirs = "–" if where.orders is not None else f"{float(printed[0]) - float(printed[1]):+.1f}"
+        theirs = "–"
+        if where.orders is None:
+            better, worse = (float(find_printed(ledger, where.rows[name], TOP1)) for name in (pair.better, pair.worse))
+            theirs = f"{better - worse:+.1f}"
         needed = f"over {MOST_SEEDS}" if pair.needed is None else number(pair.needed)
-        if pair.side or pair.limit in (AT_CHANCE, FEW_IMAGES):
+        if pair.side or pair.limit in (AT_CHANCE, FEW_IMAGES):  # separated, or no number of seeds would do
             needed = f"– ({pair.limit})" if pair.limit else "–"
         rows.append([pair.claim, theirs, pair.show(2), number(pair.p, ".3f"), pair.word, needed])
     return table(["the paper's order", "paper (points)", "ours (points) [95 %]", "p (Holm)", "", "seeds needed"], rows)

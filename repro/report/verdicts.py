@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
+from ..core.statistics import Interval
 from .arithmetic import decimals
 from .ledger import Entry
 from .markdown import bullets
@@ -58,7 +59,9 @@ class Status(enum.StrEnum):
 
 
 STATUSES = tuple(Status)
+# the columns of claims.csv that are fields of a verdict as they stand
 _FOUND = ("ours", "status", "compared", "how", "delta", "explanation", "evidence", "reason", "command")
+# kind of an entry -> its heading on the pages, in their order
 KIND_MEANINGS = {
     "count": "parameters, FLOPs",
     "accuracy": "accuracy (Top-1, AP, mIoU)",
@@ -80,28 +83,31 @@ class Elsewhere:
     # the paper's quantity, or whether the statement holds, or `OPEN`; against the baseline's unfused attention
     value: float | bool | str
     # the quantity's bounds by the ranges over processes; None where a row has one process
-    ends: tuple[float, float] | None
+    ends: Interval | None
     # `value` against the fused attention that users run; None where the claim has no baseline, or without such a row
     fused: float | bool | str | None
-    fused_ends: tuple[float, float] | None
+    fused_ends: Interval | None
     baseline: str  # the baseline's name
     unit: str  # the quantity's unit
     parts: tuple[int, int]  # (measured comparisons of a statement, all of them)
 
     @property
     def found(self) -> str:
+        """`value` in words, with its range or the share of a statement's comparisons that were measured."""
         return self._format(self.value, self.ends)
 
-    def _format(self, value: float | bool | str, ends: tuple[float, float] | None) -> str:
+    def _format(self, value: float | bool | str, ends: Interval | None) -> str:
+        """Write a value with its ends, see the class; a statement's share is that of its measured comparisons."""
         if isinstance(value, bool | str):
             measured, there_are = self.parts
             scope = "" if measured == there_are else f" in the {measured} of {there_are} measured"
             return (value if isinstance(value, str) else _format_bool(value)) + scope
         interval = f" ({ends[0]:.3g} to {ends[1]:.3g})" if ends else ""
-        return f"{value:.4g}{self.unit if self.unit in '×%' else ''}{interval}"
+        return f"{value:.4g}{self.unit if self.unit in '×%' else ''}{interval}"  # other units need a space
 
     @property
     def found_fused(self) -> str:
+        """`fused` in words as `found`; empty for None."""
         return "" if self.fused is None else self._format(self.fused, self.fused_ends)
 
     def __str__(self) -> str:
@@ -135,11 +141,12 @@ class Verdict:
 
 
 def describe_statuses(_: object) -> str:
-    """Return a list of all statuses, a sentence on each."""
+    """Return a list of all statuses, a sentence on each; a paper's passage, so it gets a report."""
     return bullets(f"`{status}`: {status.means}." for status in STATUSES)
 
 
 def count_statuses(verdicts: Iterable[Verdict]) -> Counter[str]:
+    """Return status -> number of the verdicts that have it; a status is its own word as text."""
     return Counter(verdict.status for verdict in verdicts)
 
 
@@ -165,9 +172,9 @@ def format_delta(verdict: Verdict) -> str:
 
 
 def status_line(verdict: Verdict) -> str:
-    """Return the mark of the status, with ours − paper where they differ.
+    """Return the mark of the status, with ours − paper where they differ, such as `≠ (+0.3)`.
 
-    After a contradiction within the paper, the mark of `compared` follows.
+    After a contradiction within the paper, the mark of `compared` follows. `html` parses this form.
     """
     if verdict.compared is None:
         return verdict.status.mark

@@ -6,7 +6,7 @@ import pytest
 
 from repro.report.arithmetic import agreement, decimals
 from repro.report.expressions import Call, Expression
-from repro.report.results import fits_training, parse_training
+from repro.report.trainings import fits_training, parse_training
 
 MESA = {"weight": 1.0}
 INIT = {"weights": "results/pretrain/teacher/weights.safetensors"}

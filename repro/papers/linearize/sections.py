@@ -38,21 +38,17 @@ def list_students(report: Report) -> str:
         "repro linearize --cell t5_nano_digits",
     )
 
-    def find_data(each: Source) -> list:
-        """Return the images on which a record's accuracy was measured."""
-        return [each.metrics[key] for key in ("data", "split", "held_out_images")]
-
     def find_setting(each: Source) -> tuple:
         """Return the teacher and the images, which the students of one table share."""
-        return each.metrics["init"]["weights_hash"], *find_data(each)
+        return each.init_hash, each.scored_on
 
-    def find_student(each: Source) -> tuple:
+    def name(each: Source) -> tuple:
         """Return what tells apart the students of a table."""
-        return *find_setting(each), _name_student(each), each.metrics.get("freeze", False), each.metrics["steps"]
+        return find_setting(each), _name_student(each), each.metrics.get("freeze", False), each.metrics["steps"]
 
     header = ["student", "trained", "steps", "seeds", "before training", "top-1", "of the teacher's", "measured on"]
     blocks: list[str] = []
-    for (init, *data), alike in group_by(keep_best(found, find_student), find_setting).items():
+    for (init, scored_on), alike in group_by(keep_best(found, name), find_setting).items():
         students = sorted(alike, key=lambda each: -each.metrics[TOP1])
         teacher = next((each for each in sources if each.most_seeds and each.metrics["weights_hash"] == init), None)
         m = students[0].metrics
@@ -65,7 +61,7 @@ def list_students(report: Report) -> str:
         for each in students:
             trained = "new weights alone" if each.metrics.get("freeze") else "all weights"
             untrained = describe_sample([run[_UNTRAINED] for run in each.metrics["by_seed"]]).mean
-            is_alike = teacher is not None and find_data(teacher) == data
+            is_alike = teacher is not None and teacher.scored_on == scored_on
             share = f"{100 * each.metrics[TOP1] / teacher.metrics[TOP1]:.1f} %" if is_alike else "–"
             row = [_name_student(each), trained, f"{each.metrics['steps']:,}", len(each.metrics["by_seed"])]
             rows.append([*row, f"{untrained:.1f} %", _show_score(each), share, describe_origin([each])])

@@ -16,7 +16,7 @@ from ...core.errors import UserError
 from ...core.figures import new_figure, save_png
 from ...core.paths import Paths
 from ...core.record import read_json, unpack_hits
-from ...core.statistics import describe_sample, share_interval
+from ...core.statistics import Interval, describe_sample, share_interval
 from ...report.claims import Report
 from ...report.ledger import Ledger
 from ...report.markdown import bullets, join, number, picture, show_interval, strong, table
@@ -65,8 +65,8 @@ class Judged:
     first: str
     second: str
     difference: float
-    interval: tuple[float, float]  # 95 %, by Student's t over the seeds
-    drawn: tuple[float, float]  # 95 %, by a bootstrap over seeds and images
+    interval: Interval  # 95 %, by Student's t over the seeds
+    drawn: Interval  # 95 %, by a bootstrap over seeds and images
     p: float | None  # two-sided, after Holm's correction over the pairs of the question; None where no order was asked
     word: str
 
@@ -172,7 +172,7 @@ def is_equal(values: Sequence[float], margin: float = _POINT, least: float = 0.0
     return all(bound_below(signed, least) > -margin for signed in (values, [-value for value in values]))
 
 
-def bootstrap(first: Model, second: Model) -> tuple[float, float]:
+def bootstrap(first: Model, second: Model) -> Interval:
     """Return the 95 % bootstrap interval of the difference in points, with seeds and images drawn with replacement.
 
     Each draw takes the same seeds and images of both models, because they are paired.

@@ -29,8 +29,6 @@ _LOSS = "train_loss"
 _LEAST_SPREAD = 1e-8  # a loss is recorded to eight digits
 _COLOURS = ("#0072B2", "#E69F00", "#D55E00")
 _HELD_OUT, _JUDGED, _REAL = "held_out_mse", "judged_percent", "real_judged_percent"
-# fields that must agree before two losses are compared; the noise of a held-out image is seeded by its number alone
-_ALIKE = ("data", "image_size", "split", "held_out_images", "epochs", "steps", "batch_size")
 
 
 def draw_depth(path: Path, groups: Mapping[str, Group], printed: Callable[[str | None, str], str]) -> Path:
@@ -97,8 +95,9 @@ def list_denoisers(report: Report) -> str:
         return report.results.model_key(source.metrics, source.path)
 
     def alike(source: Source) -> tuple:
-        """Return what denoisers must share before their losses are compared."""
-        return (source.machine, *(source.metrics.get(key) for key in _ALIKE))
+        """Return what two losses must share; the noise of a held-out image is seeded by its number alone."""
+        training = (source.metrics.get(key) for key in ("image_size", "epochs", "steps", "batch_size"))
+        return source.machine, source.scored_on, *training
 
     columns = {
         "denoiser": lambda source: code(name(source)),
