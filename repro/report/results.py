@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ..bench.kernels import find_memory_ratio, read_bench
 from ..bench.pooling import COMMAND, HOST, UNKNOWN, Row, find_slow_operator, mark_host, pool_runs
-from ..core.config import DEFAULT_PROFILE, find_profile, list_profiles, load_yaml
+from ..core.config import DEFAULT_PROFILE, load_profiles, load_yaml
 from ..core.errors import UserError
 from ..core.paths import Paths
 from ..core.record import read_json
@@ -328,8 +328,8 @@ class Results:
     def profile_cells(self) -> dict[str, Any]:
         """The cells of all profiles by `SECTION.NAME`, which has the same definition in all of them."""
         found = {}
-        for profile in list_profiles(self.paths):
-            for section, cells in load_yaml(find_profile(self.paths, profile)).items():
+        for _, content in load_profiles(self.paths):
+            for section, cells in content.items():
                 found |= {f"{section}.{name}": cell for name, cell in (cells or {}).items()}
         return found
 
