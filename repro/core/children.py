@@ -23,15 +23,11 @@ from typing import Any
 PARENT = "REPRO_PARENT"
 
 
-def end_in_order() -> None:
-    """Send this process SIGTERM: a training saves its state."""
-    os.kill(os.getpid(), signal.SIGTERM)
+def follow_parent(end: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGTERM)) -> None:
+    """Start a thread that calls `end` once the process that the environment names in `PARENT` is gone.
 
-
-def follow_parent(end: Callable[[], None] = end_in_order) -> None:
-    """Start a thread that calls `end` once the process that the environment names is gone.
-
-    Without a name, or without Linux's pidfd, do nothing.
+    By default `end` sends this process SIGTERM, at which a training saves its state. Without a name, or without Linux's
+    pidfd, nothing is started.
     """
     if PARENT not in os.environ or not hasattr(os, "pidfd_open"):
         return

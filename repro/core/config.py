@@ -12,7 +12,7 @@ import json
 import math
 import re
 import typing
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -95,6 +95,7 @@ class _Loader(_TextLoader):
 
 
 def _refuse(node: yaml.Node, problem: str) -> yaml.YAMLError:
+    """Return the error for a node, which the caller raises; `load_yaml` puts file and line before the problem."""
     return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
@@ -123,6 +124,7 @@ class Each:
     le: float | None = None
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        """Add the bounds to pydantic's schema of the number, whose keys are the names of these fields."""
         return handler(source) | {name: bound for name, bound in vars(self).items() if bound is not None}
 
 
@@ -244,23 +246,25 @@ def find_profile(paths: Paths, name: str) -> Path:
     return paths.profiles / f"{name}.yaml"
 
 
+def load_profiles(paths: Paths) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name and the content of each profile in alphabetical order; raises as `load_yaml`."""
+    for name in list_profiles(paths):
+        yield name, load_yaml(find_profile(paths, name))
+
+
 def list_cells(paths: Paths, section: str) -> list[str]:
     """Return the names of a section's cells; raise a UserError that names a profile which has some where it has none."""
     if names := section_keys(paths.params, section):
         return names
-    filled = [profile for profile in list_profiles(paths) if load_yaml(find_profile(paths, profile)).get(section)]
-    hint = f", or `repro profile use {filled[0]}`, which has some" if filled else ""
+    filled = next((profile for profile, content in load_profiles(paths) if content.get(section)), None)
+    hint = f", or `repro profile use {filled}`, which has some" if filled else ""
     raise UserError(f"{paths.params}: {section}: has no cell; add one{hint}")
 
 
-def active_profile(paths: Paths, *, besides: tuple[str, ...] = ()) -> str | None:
-    """Return the profile with the values of params.yaml, except in the sections `besides`; None after an edit."""
-
-    def read_values(file: Path) -> dict[str, Any]:
-        return {section: content for section, content in load_yaml(file).items() if section not in besides}
-
-    current = read_values(paths.params)
-    return next((name for name in list_profiles(paths) if read_values(find_profile(paths, name)) == current), None)
+def active_profile(paths: Paths) -> str | None:
+    """Return the profile with the values of params.yaml; None after an edit."""
+    current = load_yaml(paths.params)
+    return next((name for name, content in load_profiles(paths) if content == current), None)
 
 
 def list_values(config: Any) -> dict[str, Any]:
@@ -349,9 +353,11 @@ def _list_fields(cls: type, keys: list[Any]) -> list[str]:
 
 
 def _find_dataclass(hint: Any) -> Any:
+    """Return the first dataclass in a type, such as that of `dict[str, Digits] | None`; None without one."""
     inner = map(_find_dataclass, typing.get_args(hint))
     return hint if dataclasses.is_dataclass(hint) else next(filter(None, inner), None)
 
 
 def _show(value: Any) -> str:
+    """Return the type and the value, cut to 60 characters, for a message."""
     return f"{type(value).__name__} {value!r:.60}" if value is not None else "nothing (null)"

@@ -29,22 +29,11 @@ def format_csv(rows: Iterable[Mapping[str, Any]], columns: Sequence[str] | None 
     return table.to_csv(index=False, lineterminator="\n")
 
 
-def read_csv(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a CSV file that a person may have written: pandas guesses the types, empty values are left out.
-
-    Files that the pipeline writes have known columns, see `read_typed_csv`.
-
-    Raises:
-        UserError: a missing or damaged file.
-    """
-    try:
-        return parse_csv(path.read_text(encoding="utf-8"), str(path))
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-
-
 def parse_csv(text: str, where: str) -> list[dict[str, Any]]:
-    """Parse the rows of a CSV text without empty values; raise a `UserError` that begins with `where` for a bad one."""
+    """Parse the rows of a CSV text whose columns are not known before, as those of a curve; see `read_typed_csv`.
+
+    pandas guesses the types, and empty values are left out. Raises UserError for a bad text; it begins with `where`.
+    """
     import pandas as pd
 
     try:

@@ -8,16 +8,16 @@ from pathlib import Path
 
 from .errors import UserError
 
-FIRST_PARTY = ("repro", "kernels", "stages")
-DIGITS = 16
+FIRST_PARTY = ("repro", "kernels", "stages")  # the packages of this project
+_DIGITS = 16  # hex digits of a SHA-256 that records keep
 
 
 def short_hash(content: bytes | memoryview | str) -> str:
     """Return the first 16 hex digits of the SHA-256 of bytes, or of a text in UTF-8, as used in every record."""
-    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()[:DIGITS]
+    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()[:_DIGITS]
 
 
-def hash_file(path: Path, digits: int = DIGITS, *, blank: int | None = None) -> str:
+def hash_file(path: Path, digits: int = _DIGITS, *, blank: int | None = None) -> str:
     """Return the first hex digits of a file's SHA-256; raise OSError if it cannot be read.
 
     With `blank`, the 64 bytes from this offset are hashed as the character `0`, because a file keeps its own hash
@@ -81,7 +81,7 @@ def hash_files(root: Path, files: Iterable[str]) -> str:
     digest = hashlib.sha256()
     for name in sorted(files):
         digest.update(name.encode() + b"\0" + hashlib.sha256((root / name).read_bytes()).digest())
-    return digest.hexdigest()[:DIGITS]
+    return digest.hexdigest()[:_DIGITS]
 
 
 def require_own_code(root: Path) -> None:

@@ -92,13 +92,13 @@ def expand_home(word: str) -> str:
     return before + os.path.expanduser(place)
 
 
-def find_root(start: Path | None = None) -> Paths:
-    """Find the nearest folder at or above `start` (default: the working directory) with params.yaml and dvc.yaml.
+def find_root() -> Paths:
+    """Find the nearest folder at or above the working directory with params.yaml and dvc.yaml.
 
     Raises:
         UserError: there is none.
     """
-    start = (start or Path(os.getcwd())).resolve()
+    start = Path.cwd().resolve()
     for folder in (start, *start.parents):
         if (folder / "params.yaml").is_file() and (folder / "dvc.yaml").is_file():
             return Paths(folder)

@@ -13,13 +13,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .children import PARENT, describe_death
+from .children import PARENT, catch_signals, describe_death
 from .errors import Interrupted, RunError, UserError
 from .paths import find_root
 from .runtime import load_runtime
 
-TIMEOUT_MINUTES = 10.0
-RESTARTS = 1
+_TIMEOUT_MINUTES = 10.0  # an exchange between ranks fails after this, as when one of them is gone
+_RESTARTS = 1  # of all processes by torchrun after one has failed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Ranks:
         return [value > 0 for value in self.sum([float(flag) for flag in flags])]
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Sum each value over the ranks, in fp64."""
+        """Sum each value over the ranks, in fp64, in which counts of samples are exact."""
         if self.world_size == 1:
             return list(values)
         import torch
@@ -100,7 +100,7 @@ class Ranks:
 def launch_ranks(processes: int, arguments: list[str]) -> None:
     """Run `repro ARGUMENTS` under torchrun in `processes` processes on this machine.
 
-    If a process fails, torchrun ends the others and starts all of them again, up to `RESTARTS` times; they continue
+    If a process fails, torchrun ends the others and starts all of them again, up to `_RESTARTS` times; they continue
     from the last saved state of the training, and train the cells of the graph before it again. SIGINT and SIGTERM are
     passed on, and every process then finishes its step and saves.
 
@@ -111,23 +111,15 @@ def launch_ranks(processes: int, arguments: list[str]) -> None:
     """
     require_gpus(processes, load_runtime(find_root()).device)
     run = [sys.executable, "-m", "repro.core.children", "torch.distributed.run", "--standalone"]
-    run += [f"--nproc-per-node={processes}", f"--max-restarts={RESTARTS}", "-m", "repro", *arguments]
-    received: list[int] = []
-    before = {
-        number: signal.signal(number, lambda number, frame: received.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    # in its own session, so that a Ctrl-C in the terminal reaches it once, through this process
-    child = subprocess.Popen(run, env=os.environ | {PARENT: str(os.getpid())}, start_new_session=True)
-    try:
+    run += [f"--nproc-per-node={processes}", f"--max-restarts={_RESTARTS}", "-m", "repro", *arguments]
+    with catch_signals(twice=True) as received:
+        # in its own session, so that a Ctrl-C in the terminal reaches it once, through this process
+        child = subprocess.Popen(run, env=os.environ | {PARENT: str(os.getpid())}, start_new_session=True)
         while child.poll() is None:
             if received:
-                child.send_signal(signal.SIGTERM)
+                child.send_signal(signal.SIGTERM)  # and once more after each minute that it still runs
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(timeout=60 if received else 0.5)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     if received and child.returncode:
         raise Interrupted(received[0], "the last saved state is kept")
     if death := describe_death(child.returncode):
@@ -173,7 +165,7 @@ def joined(device_type: str) -> Iterator[Ranks]:
             )
         torch.cuda.set_device(ranks.local_rank)
     backend = "nccl" if device_type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=datetime.timedelta(minutes=TIMEOUT_MINUTES))
+    dist.init_process_group(backend, timeout=datetime.timedelta(minutes=_TIMEOUT_MINUTES))
     try:
         yield ranks
     except Interrupted:  # all ranks stop at the same step, so none waits in a collective

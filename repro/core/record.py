@@ -28,8 +28,9 @@ from .hashing import hash_file, require_own_code
 from .paths import split_word
 from .runtime import describe_place
 
-DETAILS_FILE = "record.json"
+DETAILS_FILE = "record.json"  # next to metrics.json, see above
 CURVE_SCORES = 2  # a record has the curves of so many scores of its task, the first ones, for the pages
+# packages whose versions a record names, since they affect numbers
 _VERSIONS_OF = ("torch", "torchvision", "triton", "timm", "numpy", "numba", "llvmlite")
 
 
@@ -177,6 +178,8 @@ def write_record(
 
 
 def _write_details(file: Path, record: Mapping[str, Any]) -> None:
+    """Write a record in the form of `format_record`; raise a ValueError for NaN and infinity."""
+    # through JSON, which turns tuples into lists and keys into texts, as `format_record` expects them
     write_text(file, format_record(json.loads(json.dumps(record, allow_nan=False))) + "\n")
 
 
@@ -192,7 +195,10 @@ def write_run(file: Path, seconds: float) -> None:
 
 
 def _says(file: Path, record: Mapping[str, Any], scores: Collection[str]) -> bool:
-    """Tell whether the file already holds an equal record in the same form, with equal parameters, data and device."""
+    """Tell whether the file already holds an equal record in the same form, with equal parameters, data and device.
+
+    The form is one file, or two where there are `scores`, and with a curve or without one.
+    """
     if not file.is_file() or (file.name == "metrics.json" and file.with_name(DETAILS_FILE).is_file() != bool(scores)):
         return False
     try:
@@ -294,7 +300,10 @@ def serialise_recipe(identity: Mapping[str, Any]) -> str | None:
 
 
 def find_difference(identity: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """Return in words the first hash of `now` that differs in a record, e.g. `data manifest`; None if all agree."""
+    """Return in words the first hash of `now` that differs in a record, e.g. `data manifest`; None if all agree.
+
+    `now` has those keys of an identity that must agree, such as `params_hash` and `data_manifest_hash`.
+    """
     other = next((name for name, value in now.items() if identity.get(name) != value), None)
     return other and other.removesuffix("_hash").replace("_", " ")
 
@@ -312,16 +321,12 @@ def find_command(root: Path, argv: Sequence[str]) -> str | None:
 
 
 def _hide_folders(word: str, root: Path) -> str:
+    """Shorten the path in a word of a command line as `find_command` does; a relative path below the root stays."""
     before, place = split_word(word)
     if not place or (place.startswith(".") and ".." not in Path(place).parts):
         return word
     path = Path(os.path.abspath(os.path.expanduser(place)))
     return f"{before}{path.relative_to(root) if path.is_relative_to(root) else f'.../{path.name}'}"
-
-
-def has_versions(recorded: Mapping[str, str | None]) -> bool:
-    """Tell whether this environment has the versions that a record names."""
-    return recorded.items() <= versions().items()
 
 
 def versions() -> dict[str, str | None]:
@@ -338,6 +343,7 @@ def installed_version(name: str) -> str | None:
 
 
 def _require_reasons(value: Any, where: str) -> None:
+    """Raise ValueError for a None without a reason, see `write_record`, and for NaN and infinity, at any depth."""
     if isinstance(value, dict):
         for key, item in value.items():
             if item is None and not value.get(f"{key}_reason") and not value.get("reason"):

@@ -10,7 +10,6 @@ import random
 import re
 import shutil
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,9 +20,10 @@ from .paths import Paths
 
 # environment variable with the start of `repro run` in seconds since 1970, and its number of parallel stages
 RUN_BEGAN = "REPRO_RUN_BEGAN"
-SHM = "/dev/shm"
+SHM = "/dev/shm"  # the folder of shared memory on Linux
 # parameters of glibc's mallopt (malloc.h), with values that keep all freed memory in the process
 _KEEP_FREED = {"M_MMAP_MAX": (-4, 0), "M_TRIM_THRESHOLD": (-1, 2**31 - 1), "M_TOP_PAD": (-2, 64 * 2**20)}
+# flags of vector instructions in /proc/cpuinfo, of x86 and of Arm
 _VECTOR_FLAG = re.compile(r"sse4_2|avx2?|fma|avx512\w*|amx\w*|neon|asimd\w*|sve\w*")
 # dtype -> the flags of a processor with units for its products (x86, then Arm); others convert each number to fp32
 _UNITS = {"bf16": ("amx_bf16", "avx512_bf16", "bf16"), "fp16": ("amx_fp16", "avx512_fp16", "asimdhp")}
@@ -127,7 +127,7 @@ def find_given_threads() -> int | None:
 
 
 def measure_shared_memory() -> int:
-    """Return the free bytes of shared memory; 0 if processes cannot share even a lock."""
+    """Return the free bytes of shared memory; 0 if processes cannot share even a lock, as in some sandboxes."""
     try:
         multiprocessing.Lock()
     except (ImportError, OSError):
@@ -136,7 +136,10 @@ def measure_shared_memory() -> int:
 
 
 def choose_workers(wanted: int) -> int:
-    """Return the number of processes to start: `wanted`, or 0 with a message if there is no shared memory."""
+    """Return the number of processes to start: `wanted`, or 0 with a message if there is no shared memory.
+
+    Processes that load data exchange locks through it, even where their batches go through pipes.
+    """
     if wanted and measure_shared_memory() < 2**20:  # each of a dozen or more locks takes a page
         print(f"{SHM}: no shared memory; this process does the work of {wanted} workers", file=sys.stderr, flush=True)
         return 0
@@ -182,7 +185,10 @@ def usable_cores() -> int:
 
 
 def share_machine(slot: int, jobs: int, runtime: Runtime) -> dict[str, str]:
-    """Return the environment variables that give one of `jobs` processes its GPU, or its share of the threads."""
+    """Return the environment variables that give one of `jobs` processes its GPU, or its share of the threads.
+
+    `slot` is the number of the process, from 0; with more processes than GPUs, several share one.
+    """
     if choose_device(runtime.device).type == "cuda":
         import torch
 
@@ -215,15 +221,12 @@ def device_slug(device: Any) -> str:
     return "_".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
 
 
-def cpu_name(cpuinfo: Mapping[str, str] | None = None) -> str:
+def cpu_name() -> str:
     """Return the name of the processor's model, e.g. `AMD EPYC family 25 model 17`, without importing torch.
 
     Virtual machines may report one name for processors of several generations; family and model distinguish them.
-
-    Args:
-        cpuinfo: the fields of /proc/cpuinfo; None reads those of this machine.
     """
-    found = _read_cpuinfo() if cpuinfo is None else cpuinfo
+    found = _read_cpuinfo()
     name = found.get("model name") or platform.processor() or platform.machine()
     name = " ".join(re.sub(r"\((R|TM)\)", "", name).split())
     numbers = found.get("cpu family"), found.get("model")
@@ -238,29 +241,37 @@ def _read_cpuinfo() -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
-def describe_cpu(cpuinfo: Mapping[str, str]) -> dict[str, Any]:
-    """Return {family_model_stepping, flags} of a processor from its fields of /proc/cpuinfo.
+def _describe_cpu() -> dict[str, Any]:
+    """Return {cpu, family_model_stepping, flags} of this processor; for `cpu` see `cpu_name`.
 
     The flags are those of vector instructions, which affect rounding and speed, in alphabetical order. Processors with
     one name may differ in them. Unknown values are None, with `<name>_reason`.
     """
+    cpuinfo, flags = _read_cpuinfo(), _read_flags()
     numbers = [cpuinfo.get(field) for field in ("cpu family", "model", "stepping")]
-    flags = cpuinfo.get("flags", cpuinfo.get("Features"))  # x86, ARM
-    found: dict[str, Any] = {"family_model_stepping": None if None in numbers else " ".join(map(str, numbers))}
-    found["flags"] = None if flags is None else sorted(filter(_VECTOR_FLAG.fullmatch, set(flags.split())))
+    found = {
+        "cpu": cpu_name(),
+        "family_model_stepping": None if None in numbers else " ".join(map(str, numbers)),
+        "flags": None if flags is None else sorted(filter(_VECTOR_FLAG.fullmatch, flags)),
+    }
     return found | {f"{name}_reason": "/proc/cpuinfo does not say it" for name, value in found.items() if value is None}
 
 
-def explain_emulation(dtype: str, cpuinfo: Mapping[str, str] | None = None) -> str | None:
+def _read_flags() -> set[str] | None:
+    """Return this processor's flags in /proc/cpuinfo, which x86 and Arm list under different names; None if unknown."""
+    cpuinfo = _read_cpuinfo()
+    flags = cpuinfo.get("flags", cpuinfo.get("Features"))
+    return None if flags is None else set(flags.split())
+
+
+def explain_emulation(dtype: str) -> str | None:
     """Return why products in `bf16` or `fp16` are emulated on this processor; None if they are not, or it is unknown.
 
     Args:
         dtype: a name of `torch_dtype`.
-        cpuinfo: the fields of /proc/cpuinfo; None reads those of this machine.
     """
-    found, units = _read_cpuinfo() if cpuinfo is None else cpuinfo, _UNITS.get(dtype)
-    flags = found.get("flags", found.get("Features"))
-    if units is None or flags is None or {*units} & {*flags.split()}:
+    units, flags = _UNITS.get(dtype), _read_flags()
+    if units is None or flags is None or not flags.isdisjoint(units):
         return None
     return f"the processor has no units for {dtype} ({', '.join(units[:2])} or Arm's {units[2]})"
 
@@ -280,13 +291,7 @@ def describe_machine() -> dict[str, Any]:
         is in whole GiB, so that a kernel that reserves a little more changes nothing; None comes with
         `memory_gib_reason`.
     """
-    found = {
-        "cpu": cpu_name(),
-        **describe_cpu(_read_cpuinfo()),
-        "cores": os.cpu_count(),
-        "usable_cores": usable_cores(),
-    }
-    found["gpus"] = gpu_names()
+    found = {**_describe_cpu(), "cores": os.cpu_count(), "usable_cores": usable_cores(), "gpus": gpu_names()}
     try:
         return found | {"memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)}
     except (AttributeError, ValueError, OSError):
@@ -300,16 +305,16 @@ def describe_place(device: str) -> dict[str, Any]:
         device: the record's device, see `device_label`.
 
     Returns:
-        {cpu, family_model_stepping, flags, vector, blas, threads}, see `describe_cpu`. `vector` names the instructions
+        {cpu, family_model_stepping, flags, vector, blas, threads}, see `_describe_cpu`. `vector` names the instructions
         that PyTorch uses, `blas` its library of matrix products. A GPU adds `gpus`, see `describe_machine`, and `cuda`,
         the version that PyTorch was built with. Unknown values are None, with `<name>_reason`; those of torch are
         unknown if this process has not imported it.
     """
-    found = {"cpu": cpu_name(), **describe_cpu(_read_cpuinfo())}
+    found = _describe_cpu()
     torch = sys.modules.get("torch")
     if torch is None:
-        found |= {"vector": None, "blas": None, "threads": None}
-        found |= {f"{name}_reason": "made without PyTorch" for name in ("vector", "blas", "threads")}
+        for name in ("vector", "blas", "threads"):
+            found |= {name: None, f"{name}_reason": "made without PyTorch"}
     else:
         found |= {"vector": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()}
         found["blas"] = parse_blas(torch.__config__.show())
@@ -330,20 +335,16 @@ def parse_blas(built_with: str) -> str | None:
     return _BLAS.get(named[1].lower()) if named else None
 
 
-def seed_everything(seed: int, *, deterministic: bool = True) -> None:
-    """Seed Python, NumPy and PyTorch; with `deterministic`, ask PyTorch for deterministic algorithms.
-
-    PyTorch warns about an operator that has none.
-    """
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy and PyTorch, and ask PyTorch for deterministic algorithms; it warns of an operator without."""
     import numpy as np
     import torch
 
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)  # it refuses larger ones
     torch.manual_seed(seed)
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        # the switch above turns on this debugging aid, which would fill every empty tensor first and cost time
-        torch.utils.deterministic.fill_uninitialized_memory = False
-        torch.backends.cudnn.benchmark = False
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, cuBLAS has no deterministic products
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # the switch above turns on this debugging aid, which would fill every empty tensor first and cost time
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.backends.cudnn.benchmark = False

@@ -35,6 +35,8 @@ def describe_sample(values: Sequence[float], *, is_share: bool = False) -> Sampl
 def measure_rise(curve: Mapping[int, float]) -> float | None:
     """Return the best score of a curve's last quarter minus the best before; None if either part is empty.
 
+    A page says by it whether a training had ended its progress.
+
     Args:
         curve: epoch -> score.
     """

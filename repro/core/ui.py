@@ -9,14 +9,15 @@ import re
 import sys
 import time
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self
 
 from .errors import RunError
 
-QUIET_S = 2.0  # shorter work shows no progress
-LINE_EVERY_S = 10.0
-MOST_CHARACTERS = 300  # the longest line of an error
+_QUIET_S = 2.0  # shorter work shows no progress
+_LINE_EVERY_S = 10.0  # seconds between two lines of progress in a log
+_MOST_CHARACTERS = 300  # the longest line of an error
+# characters of our messages -> what a terminal that lacks them gets
 _PLAIN = str.maketrans(
     {"–": "-", "—": "-", "−": "-", "×": "x", "·": "*", "≤": "<=", "≥": ">=", "±": "+-", "█": "#", "≈": "~"}
 )
@@ -42,10 +43,10 @@ def print_error(error: Exception | str) -> None:
     the line in a stage's output by its beginning, `repro: `.
     """
     line = escape_line(re.sub(r"\s+", " ", f"repro: {error}", flags=re.ASCII))
-    if len(line) > MOST_CHARACTERS:
+    if len(line) > _MOST_CHARACTERS:
         line = line.replace(f"{os.getcwd()}{os.sep}", "")
-    if len(line) > MOST_CHARACTERS:
-        line = f"{line[:198]} ... {line[-(MOST_CHARACTERS - 203) :]}"
+    if len(line) > _MOST_CHARACTERS:
+        line = f"{line[:198]} ... {line[-(_MOST_CHARACTERS - 203) :]}"
     with contextlib.suppress(OSError):
         print(line, file=sys.stderr, flush=True)
 
@@ -88,6 +89,7 @@ def allow_every_terminal() -> None:
         sys.stdout = io.TextIOWrapper(buffer, **{name: getattr(sys.stdout, name) for name in kept})
 
     def replace(error: UnicodeError) -> tuple[str, int]:
+        """Return what takes the place of the characters that cannot be encoded, and where encoding goes on."""
         text = unicodedata.normalize("NFKD", error.object[error.start : error.end].translate(_PLAIN))
         kept = "".join(each for each in text if not unicodedata.combining(each))
         return kept.encode("ascii", "replace").decode("ascii"), error.end
@@ -106,8 +108,8 @@ class Progress:
         total: the number of its units.
         done: the number of units that were finished before.
         unit: the name of a unit in a log, e.g. `images`.
-        log: writes a line of a log.
-        every_s: seconds between two lines of a log; 0 writes one at every update.
+        every_update: whether a log has a line on stdout for every update; by default it has one on stderr every ten
+            seconds.
         shown: whether to show anything; False on all ranks but the first.
     """
 
@@ -116,14 +118,14 @@ class Progress:
     _: dataclasses.KW_ONLY
     done: int = 0
     unit: str = ""
-    log: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
-    every_s: float = LINE_EVERY_S
+    every_update: bool = False
     shown: bool = True
 
     def __enter__(self) -> Self:
+        """Start the clock; without `every_update` the bar or the first line appears after two seconds."""
         self._first, self._bar = self.done, None
         self._started = self._now = time.monotonic()
-        self._next_line = self._started + (QUIET_S if self.every_s else 0.0)
+        self._next_line = self._started + (0.0 if self.every_update else _QUIET_S)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -142,23 +144,27 @@ class Progress:
             return
         if sys.stderr.isatty():
             self._show_bar(text)
-        elif self.every_s == 0:
-            self.log(f"{self.label} {done}/{self.total}" + (f", {text}" if text else ""))
+        elif self.every_update:
+            self._log(f"{self.label} {done}/{self.total}" + (f", {text}" if text else ""))
         elif done < self.total:
-            self._next_line = self._now + self.every_s
+            self._next_line = self._now + _LINE_EVERY_S
             speed = f", {self.rate:,.0f} {self.unit}/s" if self.unit and self.rate >= 1 else ""
             left = f", {(self.total - done) / self.rate:.0f} s left" if self.rate else ""
             unit = f" {self.unit}" if self.unit else ""
-            self.log(f"{self.label}: {done:,} of {self.total:,}{unit}{speed}{left}" + (f", {text}" if text else ""))
+            self._log(f"{self.label}: {done:,} of {self.total:,}{unit}{speed}{left}" + (f", {text}" if text else ""))
 
     def print(self, line: str) -> None:
         """Print a permanent line, above the bar if there is one."""
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False)
         elif self.shown:
-            self.log(line)
+            self._log(line)
+
+    def _log(self, line: str) -> None:
+        print(line, file=sys.stdout if self.every_update else sys.stderr, flush=True)
 
     def _show_bar(self, text: str) -> None:
+        """Update the bar, which the first call makes."""
         if self._bar is None:
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn

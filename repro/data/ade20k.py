@@ -9,20 +9,21 @@ A label map is an 8-bit image: 0 where nothing is labelled, and 1..K for the cla
 """
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from .findings import RAISE_FIRST, BadData, Finding, Reporter
+from .kinds import Kind
 from .manifest import Folder
-from .pixels import MAX_PIXELS, explain_error, read_labelled
+from .pixels import MAX_PIXELS, explain_error, read_labelled, spread_places
 from .tree import list_images, record_folder
 
+# split -> its folder in ADE20K; the release has no `tune` and no `test`, drawn scenes have
 FOLDERS = {"train": "training", "val": "validation", "tune": "tuning", "test": "testing"}
+# advice for a file that is missing or wrong
 RELEASE = "take ADEChallengeData2016.zip of the MIT Scene Parsing Benchmark, or correct your own files (docs/data.md)"
 CLASSES_FILE = "classes.txt"  # in a user's own set, instead of objectInfo<K>.txt
-_SURVEYED = 500  # pairs, enough for the share of each class
 
 
 class AdePairs:
@@ -49,10 +50,12 @@ class AdePairs:
             report.errors(single, RELEASE)
         images, labels = images or {}, labels or {}
         pairs = sorted((images[stem], labels[stem]) for stem in images.keys() & labels.keys())
-        # byte arrays: the reference counts of a list of strings would make every forked worker copy its memory pages
+        # the file names of the images and of the label maps, (N,) each. Byte arrays: the reference counts of a list of
+        # strings would make every forked worker copy its memory pages
         self._names = tuple(np.array([os.fsencode(pair[part]) for pair in pairs], dtype=np.bytes_) for part in (0, 1))
 
     def __len__(self) -> int:
+        """Return the number of pairs."""
         return len(self._names[0])
 
     def name(self, index: int) -> str:
@@ -65,30 +68,29 @@ class AdePairs:
         return self._images / image, self._labels / label
 
     def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Read a pair: image (H, W, 3) uint8 and label map (H, W) uint8 with values 0..K; see `read_pair`."""
-        return read_pair(*self.paths(index), len(self.classes), self._max_pixels)
+        """Read a pair: image (H, W, 3) uint8 in RGB order, and label map (H, W) uint8 with values 0..K.
+
+        Raises:
+            UserError: as `read_labelled`, or a label above K.
+        """
+        image, labels = self.paths(index)
+        pixels, values = read_labelled(image, labels, self._max_pixels)
+        if (fault := judge_labels(labels, values, len(self.classes))) is not None:
+            raise BadData(fault)
+        return pixels, values
 
 
-def read_pair(
-    image_path: Path, label_path: Path, num_classes: int, max_pixels: int = MAX_PIXELS
-) -> tuple[np.ndarray, np.ndarray]:
-    """Read an image (H, W, 3) uint8 in RGB order, and its label map (H, W) uint8 with values 0..num_classes.
-
-    Raises:
-        UserError: as `read_labelled`, or a label above `num_classes`.
-    """
-    image, labels = read_labelled(image_path, label_path, max_pixels)
-    if labels.max() > num_classes:
-        advice = (
-            f"classes are 1 to {num_classes}, and 0 is void; name all classes, or correct the labels (docs/data.md)"
-        )
-        problem = f"holds label {labels.max()}, at most {num_classes} expected"
-        raise BadData(Finding("error", label_path, problem, advice))
-    return image, labels
+def judge_labels(path: Path, labels: np.ndarray, num_classes: int) -> Finding | None:
+    """Return the fault of a label map whose values exceed the number of classes; None for one without it."""
+    if labels.max() <= num_classes:
+        return None
+    problem = f"holds label {labels.max()}, at most {num_classes} expected"
+    advice = f"classes are 1 to {num_classes}, and 0 is void; name all classes, or correct the labels (docs/data.md)"
+    return Finding("error", path, problem, advice)
 
 
 def survey(pairs: AdePairs) -> tuple[np.ndarray, np.ndarray]:
-    """Measure the image sizes and the pixels per class of at most 500 evenly spaced pairs; raises as `read_pair`.
+    """Measure the image sizes and the pixels per class of at most 500 evenly spaced pairs; raises as `AdePairs.read`.
 
     Training on own pictures chooses its crop and batch by them; the check of own data refuses labels that are all 0.
 
@@ -96,16 +98,16 @@ def survey(pairs: AdePairs) -> tuple[np.ndarray, np.ndarray]:
         (N, 2) int64, height and width in pixels; (K,) int64, the pixels of each class, without the unlabelled ones.
     """
     sizes, counts = [], np.zeros(len(pairs.classes) + 1, dtype=np.int64)
-    for place in np.linspace(0, len(pairs) - 1, min(len(pairs), _SURVEYED)).astype(int).tolist():
+    for place in spread_places(len(pairs)):
         _, labels = pairs.read(place)
         sizes.append(labels.shape)
         counts += np.bincount(labels.ravel(), minlength=len(counts))
     return np.array(sizes, dtype=np.int64).reshape(-1, 2), counts[1:]
 
 
-def read_classes(root: Path, splits: Sequence[str], report: Reporter = RAISE_FIRST) -> tuple[str, ...]:
-    """Read the names of the classes 1..K and check the pairs of `splits`; raises UserError as `AdePairs` does."""
-    return [AdePairs(root, split, report).classes for split in splits][-1]
+def read_classes(root: Path, row: Kind, report: Reporter) -> tuple[str, ...]:
+    """Read the names of the classes 1..K and check the pairs of all splits; raises UserError as `AdePairs` does."""
+    return [AdePairs(root, split, report).classes for split in row.splits][-1]
 
 
 def find_base(root: Path) -> Path:
@@ -114,15 +116,10 @@ def find_base(root: Path) -> Path:
     return inside if inside.is_dir() else root
 
 
-def list_folders(root: Path, split: str, prefix: str, with_contents: bool) -> list[Folder]:
-    """Record the folder of images and then that of label maps of a split; for the order see `coco.list_folders`.
-
-    Args:
-        prefix: put before the folders' names in the manifest.
-        with_contents: whether the hashes cover the files' contents, which reads every file.
-    """
+def list_folders(root: Path, split: str, row: Kind) -> list[Folder]:
+    """Record the folder of images and then that of label maps of a split; for the order see `coco.list_folders`."""
     base, names = find_base(root), [f"{part}/{FOLDERS[split]}" for part in ("images", "annotations")]
-    return [Folder(prefix + name, base / name, record_folder(base / name, with_contents)) for name in names]
+    return [record_folder(base, name, row.parts["ade20k"], row.compares_contents) for name in names]
 
 
 def _read_names(base: Path, report: Reporter) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .findings import Reporter
 from .kinds import OWN_KINDS, Kind, list_wnids
-from .pictures import EXTENSIONS, is_left_out, is_picture, may_be_picture
+from .pictures import is_left_out, is_picture, may_be_picture
 
 _MOST_LINKS = 40  # Linux' limit on symbolic links in one path
 
@@ -22,7 +22,37 @@ def list_members(path: Path, report: Reporter, kind: Kind, others: list[str]) ->
         report: receives the findings.
         others: is extended by the names of files that may be pictures and are not read.
     """
-    suffixes = kind.suffixes or EXTENSIONS
+    kept = _read_members(path, report, kind.suffixes)
+    images = {name: place for name, place in kept.items() if is_picture(name, kind.suffixes)}
+    others += [name for name in kept if name not in images and may_be_picture(name)]
+    labels: dict[str, set[str]] = {}  # key -> names of classes
+    for name in kept:
+        if name.lower().endswith(".cls"):
+            label = _read_label(kept[name], path, name, report, kind)
+            # a .cls may belong to one file (a.b.cls to a.b.jpg) or to WebDataset's key (a.cls to a.b.jpg)
+            for key in {os.path.splitext(name)[0], _key(name)}:
+                labels.setdefault(key, set()).add(label)
+    # keys of files that are no images: a shard of WebDataset without .cls has, for example, a .json for each image
+    beside = {_key(name) for name in kept.keys() - images.keys()}
+    end, unlabelled = path.stat().st_size, []
+    for name, (offset, size) in images.items():
+        if offset + size > end:
+            report.error(path, f"cut short within {name}", "get it again")
+            continue
+        folder, file = os.path.split(name)
+        found = labels.get(os.path.splitext(name)[0]) or labels.get(_key(name)) or set()
+        if len(found) > 1 or (not found and (labels or (not folder and _key(name) in beside))):
+            unlabelled.append((path, f"{name} has {f'{len(found)} classes' if found else f'no {_key(name)}.cls'}"))
+        label = min(found) if found else os.path.basename(folder) or path.stem
+        yield label, os.fsencode(file), size, offset
+    report.errors(unlabelled, "give each key one .cls, or pack the images in a folder for each class")
+
+
+def _read_members(path: Path, report: Reporter, suffixes: tuple[str, ...]) -> dict[str, tuple[int, int]]:
+    """Map the names of an archive's files to their (byte offset, size), with links followed.
+
+    Files of systems are left out. Pictures that cannot be addressed so, and damage of the archive, are errors.
+    """
     # name -> (byte offset, size), or the target of a link; a later member replaces an earlier one of the same name, as
     # when tar unpacks it
     files: dict[str, tuple[int, int] | str] = {}
@@ -56,29 +86,7 @@ def list_members(path: Path, report: Reporter, kind: Kind, others: list[str]) ->
             unfit.append((name, f"is a link to {files[name]}, which is no file in it"))
     problems = [(path, f"{name} {problem}") for name, problem in unfit if not is_left_out(name)]
     report.errors(problems, "pack it again, with tar --dereference and without --sparse")
-    kept = {name: place for name, place in whole.items() if not is_left_out(name)}
-    images = {name: place for name, place in kept.items() if is_picture(name, suffixes)}
-    others += [name for name in kept if name not in images and may_be_picture(name)]
-    labels: dict[str, set[str]] = {}  # key -> names of classes
-    for name in kept:
-        if name.lower().endswith(".cls"):
-            label = _read_label(kept[name], path, name, report, kind)
-            # a .cls may belong to one file (a.b.cls to a.b.jpg) or to WebDataset's key (a.cls to a.b.jpg)
-            for key in {os.path.splitext(name)[0], _key(name)}:
-                labels.setdefault(key, set()).add(label)
-    beside = {_key(name) for name in kept.keys() - images.keys()}
-    end, unlabelled = path.stat().st_size, []
-    for name, (offset, size) in images.items():
-        if offset + size > end:
-            report.error(path, f"cut short within {name}", "get it again")
-            continue
-        folder, file = os.path.split(name)
-        found = labels.get(os.path.splitext(name)[0]) or labels.get(_key(name)) or set()
-        if len(found) > 1 or (not found and (labels or (not folder and _key(name) in beside))):
-            unlabelled.append((path, f"{name} has {f'{len(found)} classes' if found else f'no {_key(name)}.cls'}"))
-        label = min(found) if found else os.path.basename(folder) or path.stem
-        yield label, os.fsencode(file), size, offset
-    report.errors(unlabelled, "give each key one .cls, or pack the images in a folder for each class")
+    return {name: place for name, place in whole.items() if not is_left_out(name)}
 
 
 def _read_label(place: tuple[int, int], path: Path, name: str, report: Reporter, kind: Kind) -> str:

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from ..core.config import find_profile, list_profiles, load_yaml, section_keys
+from ..core.config import load_profiles, section_keys
 from ..core.errors import UserError, did_you_mean
 from ..core.paths import Paths
 from ..core.runtime import Runtime
-from .kinds import KINDS, SPLITS, Format, Kind, load_function
+from .kinds import KINDS, Format, Kind, load_function
 from .manifest import Manifest, advise, read_manifest, verify
 from .own import locate_own, own_folder, parse_own
+from .settings import SPLITS
 from .tree import Tree, scan_tree
 
 
@@ -30,10 +31,15 @@ class DataCell:
     manifest: Manifest
     root: Path  # the folder that holds the data set
     max_pixels: int = Runtime.max_pixels  # largest image that is read
-    source: Path | None = None  # the published files, needed where the data set is missing and written from them
+    # folder of the published files, needed where the data set is missing and written from them
+    source: Path | None = None
 
     def records(self, paths: Paths, device: str) -> Path:
-        """Return the folder for measurements outside the pipeline. No page reports those of a user's own set."""
+        """Return the folder for records outside the pipeline by device; no page reports those of a user's own set.
+
+        Args:
+            device: a name of `runtime.device_slug`.
+        """
         home = self.manifest_path.parents[1]  # results/own/<set>, or results/prepare_data
         return home / device if home.parent == paths.results / "own" else paths.replications(device)
 
@@ -56,8 +62,7 @@ class DataCell:
         """
         row = self.row
         tree = scan_tree(self._find_part("folders"), row, tune=None if row.embedded else self.manifest.generated)
-        folders = {split: tree.list_folders(split, row.compares_contents) for split in row.splits}
-        verify(self.manifest, self.root, folders)
+        verify(self.manifest, self.root, {split: tree.list_folders(split) for split in row.splits})
         return dataclasses.replace(tree, max_pixels=self.max_pixels)
 
     def open_instances(self, split: str) -> Any:
@@ -76,13 +81,16 @@ class DataCell:
         return pairs
 
     def groups(self, tree: Tree) -> np.ndarray | None:
-        """Return (N,) the group of each training image, for `TrainOrder`; None where the kind is not paired."""
+        """Return (N,) the group of each training image, for `TrainOrder`; None where the kind is not paired.
+
+        Images of one name are a group: they lie in different class folders, and `TrainOrder` puts them in one batch.
+        """
         return np.unique(tree.splits["train"].names, return_inverse=True)[1] if self.row.paired else None
 
     def _open(self, part: Format, reader: str, split: str, **more: bool) -> Any:
-        base, list_folders = self._find_part(part), load_function(f"{part}.list_folders")
-        folders = list_folders(base, split, self.row.parts[part], self.row.compares_contents)
-        verify(self.manifest, self.root, {split: folders})
+        """Compare a split of a dense format with the manifest, and open it by the reader of that format's module."""
+        base = self._find_part(part)
+        verify(self.manifest, self.root, {split: load_function(f"{part}.list_folders")(base, split, self.row)})
         return load_function(f"{part}.{reader}")(base, split, max_pixels=self.max_pixels, **more)
 
     def _find_part(self, part: Format) -> Path:
@@ -133,10 +141,8 @@ def write_embedded(kind: Kind, root: Path, settings: Any, source: Path | None) -
 
 def suggest_data(paths: Paths, name: str, known: Iterable[str]) -> str:
     """Return the end of an error about an unknown data set: the profiles that define it, else `did_you_mean`."""
-    files = [find_profile(paths, profile) for profile in list_profiles(paths)]
-    having = [
-        str(file.relative_to(paths.root)) for file in files if name in (load_yaml(file).get("prepare_data") or {})
-    ]
+    profiles = load_profiles(paths)
+    having = [f"profiles/{each}.yaml" for each, content in profiles if name in (content.get("prepare_data") or {})]
     return f"; copy it from {' or '.join(having)}" if having else did_you_mean(name, known)
 
 

@@ -5,6 +5,7 @@ device.
 """
 
 import logging
+import mmap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from torch.utils.data import Dataset, default_collate
 from torchvision import transforms
 
 from ..core.errors import UserError
-from .loader import make_marks, own_randomness
+from .findings import show_few
+from .loader import own_randomness
 from .pixels import MAX_PIXELS, UNREADABLE, decode_rgb, lift_limit
 from .settings import TransformSettings
 from .tree import ImageBytes, Tree
@@ -114,9 +116,11 @@ class ImageFolder(Dataset):
         self.seed = seed
         self.max_unreadable = max_unreadable
         self._targets = tree.splits[split].targets
-        # a shared flag for each file, not a counter: two processes may meet the same file, and every epoch meets it
-        # again
-        self.marks = make_marks(len(self._targets))
+        # (N,) uint8, 1 for a file that could not be read, in memory that forked workers share and that is not in
+        # /dev/shm, where containers have little. Not a counter: two processes may meet the same file, and every epoch
+        # meets it again. A training saves the marks and sets them again when it resumes
+        files = len(self._targets)
+        self.marks = torch.frombuffer(mmap.mmap(-1, max(1, files)), dtype=torch.uint8)[:files]
 
     def __len__(self) -> int:
         return len(self._targets)
@@ -143,16 +147,6 @@ class ImageFolder(Dataset):
         """List the unreadable files that any process has met so far."""
         return [self.tree.path(self.split, index) for index in self.marks.nonzero().flatten().tolist()]
 
-    def require_readable(self) -> None:
-        """Raise UserError if more than `max_unreadable` files were unreadable."""
-        count = int(self.marks.sum())
-        if count > self.max_unreadable:
-            shown = ", ".join(map(str, self.unreadable()[:3])) + (", ..." if count > 3 else "")
-            raise UserError(
-                f"{shown}: unreadable image{'s' if count > 1 else ''} ({count}, at most {self.max_unreadable} allowed); "
-                "replace the file, or for training raise max_unreadable"
-            )
-
     def _next_readable(self, index: int) -> tuple[Any, int]:
         """Decode this file or the next readable one; return also its index, which gives the class of the sample."""
         for offset in range(len(self)):
@@ -160,15 +154,20 @@ class ImageFolder(Dataset):
             try:
                 return self.read(self.tree.source(self.split, candidate)), candidate
             except UNREADABLE as error:
-                if not self.marks[candidate]:
-                    self.marks[candidate] = 1
-                    _log.warning(
-                        "%s: unreadable, the next image takes its place: %s",
-                        self.tree.path(self.split, candidate),
-                        error,
-                    )
-                self.require_readable()
+                self._mark(candidate, error)
         raise UserError(f"{self.tree.folder(self.split)}: none of the {len(self)} images can be read; get them again")
+
+    def _mark(self, index: int, error: Exception) -> None:
+        """Mark a file that cannot be read, and log it once; raise UserError if it is one more than `max_unreadable`."""
+        if not self.marks[index]:
+            self.marks[index] = 1
+            _log.warning("%s: unreadable, the next image takes its place: %s", self.tree.path(self.split, index), error)
+        if (number := int(self.marks.sum())) > self.max_unreadable:
+            files = show_few([str(path) for path in self.unreadable()])
+            raise UserError(
+                f"{files}: unreadable image{'s' if number > 1 else ''} ({number}, at most {self.max_unreadable} "
+                "allowed); replace the file, or for training raise max_unreadable"
+            )
 
 
 def read_rgb(source: ImageBytes, upright: bool = False, max_pixels: int = MAX_PIXELS) -> Image.Image:

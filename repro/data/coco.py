@@ -14,7 +14,7 @@ import posixpath
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,14 @@ import numpy as np
 from pycocotools import mask as rle
 
 from ..core.hashing import short_hash
-from .findings import RAISE_FIRST, BadData, Finding, Reporter, count
+from .findings import RAISE_FIRST, BadData, Finding, Reporter, count, show_few
+from .kinds import Kind
 from .manifest import ClassRecord, Folder
 from .masks import check_mask, encode_mask
 from .pixels import MAX_PIXELS, explain_error, read_pixels
-from .tree import list_images, record_folder, show_few
+from .tree import list_images, record_folder
 
+# advice for a file that is missing or wrong
 _RENEW = "add or correct the file; that of COCO 2017 is in annotations_trainval2017.zip"
 _SLACK_PX = 1.0  # tolerance of a box at the border: coordinates are rounded
 # fault of an annotation -> severity and advice; a fault that training survives is a warning
@@ -43,7 +45,7 @@ _FAULTS = {
 ANNOTATION = np.dtype(
     [("image", "i8"), ("label", "i8"), ("box", "f8", 4), ("area", "f8"), ("ignored", "?"), ("target", "?")]
 )
-_Row = dict[str, Any]
+_Row = dict[str, Any]  # an entry of one of the file's lists
 Box = tuple[float, float, float, float]  # (left, top, right, bottom) in pixels
 Faults = dict[str, list[str]]  # key of `_FAULTS` -> descriptions
 
@@ -72,8 +74,7 @@ class Instances:
     mask_starts: np.ndarray  # (M + 1,) int64; byte offset of each in `masks`
     num_annotations: int  # all annotations in the file, also faulty ones
     left_out: Mapping[str, int]  # reason why annotations are not targets -> their number
-    num_empty: int  # boxes without area
-    num_outside: int  # boxes that reach beyond their image
+    num_spoiled: int  # boxes without area, or beyond their image, of which training takes what lies inside
     max_pixels: int  # largest image that is read
 
     def path(self, place: int) -> Path:
@@ -130,12 +131,12 @@ def read_instances(
     folder, file = (root / part for part in find_parts(root, split))
     if (content := _read_json(file, report)) is None:
         return None
-    categories = _index_rows(content, file, "categories", ("id", "name"), report)
+    categories = _index_rows(content, file, "categories", report)
     names = Counter(row["name"] for row in categories.values())
     twice = [(file, f"has {number} categories {name!r}") for name, number in names.items() if number > 1]
     report.errors(twice, "give each a name of its own, or make them one")
-    images = _index_rows(content, file, "images", ("id", "file_name", "height", "width"), report)
-    annotations = _index_rows(content, file, "annotations", ("id", "image_id", "category_id", "bbox"), report)
+    images = _index_rows(content, file, "images", report)
+    annotations = _index_rows(content, file, "annotations", report)
     for row in images.values():
         row["file_name"] = posixpath.normpath(row["file_name"])  # drops the dot of ./a.png
         row["height"], row["width"] = int(row["height"]), int(row["width"])  # may be written as 480.0
@@ -174,21 +175,18 @@ def read_instances(
         mask_starts=np.cumsum([0, *(len(each[2]) for each in found)]),
         num_annotations=len(content["annotations"]),
         left_out=dict(left_out),
-        num_empty=len(faults["empty"]),
-        num_outside=len(faults["outside"]),
+        num_spoiled=len(faults["empty"]) + len(faults["outside"]),
         max_pixels=max_pixels,
     )
 
 
-def read_classes(
-    root: Path, splits: Sequence[str], report: Reporter = RAISE_FIRST, *, boxes_as_masks: bool = False
-) -> tuple[str, ...]:
-    """Read the names of the categories, sorted by id, and check `splits`.
+def read_classes(root: Path, row: Kind, report: Reporter) -> tuple[str, ...]:
+    """Read the names of the categories, sorted by id, and check all splits.
 
     Raises:
         UserError: as `read_instances`, or categories that differ between the splits.
     """
-    found = [read_instances(root, split, report, boxes_as_masks=boxes_as_masks) for split in splits]
+    found = [read_instances(root, split, report, boxes_as_masks=row.boxes_as_masks) for split in row.splits]
     compare_categories(found, report)
     return found[0].classes
 
@@ -202,8 +200,8 @@ def compare_categories(splits: Sequence[Instances], report: Reporter) -> None:
             )
 
 
-def list_folders(root: Path, split: str, prefix: str, with_contents: bool) -> list[Folder]:
-    """Record the image folder and the annotation file of a split; see `ade20k.list_folders`.
+def list_folders(root: Path, split: str, row: Kind) -> list[Folder]:
+    """Record the image folder and the annotation file of a split.
 
     The image folder comes first: a manifest takes the number of images from the first record.
     """
@@ -212,13 +210,10 @@ def list_folders(root: Path, split: str, prefix: str, with_contents: bool) -> li
         content = (root / annotations).read_bytes()
     except OSError as error:
         raise BadData(Finding("error", root / annotations, explain_error(error), _RENEW)) from None
+    prefix, record = row.parts["coco"], ClassRecord(images=0, bytes=len(content), hash=short_hash(content))
     return [
-        Folder(prefix + images, root / images, record_folder(root / images, with_contents)),
-        Folder(
-            prefix + annotations,
-            root / annotations,
-            ClassRecord(images=0, bytes=len(content), hash=short_hash(content)),
-        ),
+        record_folder(root, images, prefix, row.compares_contents),
+        Folder(prefix + annotations, root / annotations, record),
     ]
 
 
@@ -311,8 +306,8 @@ def _read_json(file: Path, report: Reporter) -> dict[str, Any] | None:
     """Read an annotation file. If it is unreadable or lacks one of its three lists, report an error and return None."""
     try:
         content = json.loads(file.read_bytes(), parse_constant=_refuse_constant)
-        lists = ("images", "annotations", "categories")
-        missing = [key for key in lists if not isinstance(content, dict) or not isinstance(content.get(key), list)]
+        lists = content if isinstance(content, dict) else {}
+        missing = [key for key in _COLUMNS if not isinstance(lists.get(key), list)]
         problem = f"has no list {missing[0]!r}" if missing else None
     except OSError as error:
         problem = explain_error(error)
@@ -325,11 +320,8 @@ def _read_json(file: Path, report: Reporter) -> dict[str, Any] | None:
 
 
 def _refuse_constant(name: str) -> None:
+    """Refuse NaN and infinity, which Python's parser of JSON would accept."""
     raise ValueError(f"{name} is no number")
-
-
-def _anything(value: Any) -> bool:
-    return True
 
 
 def _to_id(value: Any) -> int:
@@ -343,6 +335,7 @@ def _to_id(value: Any) -> int:
 
 
 def _is_id(value: Any) -> bool:
+    """Return whether `_to_id` parses a value."""
     try:
         return _to_id(value) is not None
     except ValueError:
@@ -358,25 +351,18 @@ def _is_file_name(value: Any) -> bool:
 
 
 def _is_side(value: Any) -> bool:
+    """Return whether a value is a positive whole number of pixels, perhaps written as 480.0."""
     return isinstance(value, int | float) and 0 < value < 2**31 and value == int(value)
 
 
-def _index_rows(
-    content: Mapping[str, Any], file: Path, key: str, columns: Sequence[str], report: Reporter
-) -> dict[int, _Row]:
+def _index_rows(content: Mapping[str, Any], file: Path, key: str, report: Reporter) -> dict[int, _Row]:
     """Map id to row for one list of the file; report and drop rows that are malformed or repeat an id."""
-    rules = {
-        "id": _is_id,
-        "name": lambda value: isinstance(value, str),
-        "file_name": _is_file_name,
-        "height": _is_side,
-        "width": _is_side,
-    }
+    columns = _COLUMNS[key]
     found: dict[int, _Row] = {}
     malformed, twice = [], []
     for place, row in enumerate(content[key]):
         given = row if isinstance(row, dict) else {}
-        wrong = next((each for each in columns if each not in given or not rules.get(each, _anything)(given[each])), "")
+        wrong = next((name for name, fits in columns.items() if name not in given or not fits(given[name])), "")
         if wrong:
             value = f"{wrong} is {given[wrong]!r:.80}" if wrong in given else f"{wrong} is missing"
             malformed.append((file, f"{key}[{place}] is malformed, it needs {', '.join(columns)} ({value})"))
@@ -389,6 +375,14 @@ def _index_rows(
     report.errors(malformed, _RENEW)
     report.errors(twice, _RENEW)
     return found
+
+
+# list of an annotation file -> its columns, with a check of each value. `_judge` checks the other values of annotations
+_COLUMNS: dict[str, dict[str, Callable[[Any], bool]]] = {
+    "images": {"id": _is_id, "file_name": _is_file_name, "height": _is_side, "width": _is_side},
+    "annotations": {"id": _is_id, **dict.fromkeys(("image_id", "category_id", "bbox"), lambda value: True)},
+    "categories": {"id": _is_id, "name": lambda value: isinstance(value, str)},
+}
 
 
 def _find_images(folder: Path, file: Path, names: Sequence[str], report: Reporter) -> None:

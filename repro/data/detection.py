@@ -13,11 +13,11 @@ from torchvision.transforms.v2 import functional as F
 from ..core.errors import UserError
 from .coco import Instances, read_image
 from .findings import BadData, Finding
-from .loader import make_marks, own_randomness
+from .loader import own_randomness
 from .masks import decode_mask
 from .settings import DetectionTransformSettings
 
-Target = dict[str, Any]
+Target = dict[str, Any]  # see `CocoDetection.__getitem__`
 _MIN_SIDE_PX = 32  # smaller images are left out of training, as in mmdet
 
 
@@ -44,8 +44,6 @@ class CocoDetection(Dataset):
             raise UserError(
                 f"{instances.file}: none of its {len(instances.names)} images has an instance to learn from; add some"
             )
-        # one flag per image, shared with the worker processes that set it
-        self._unreadable = make_marks(len(self._places))
 
     @property
     def groups(self) -> np.ndarray:
@@ -70,11 +68,7 @@ class CocoDetection(Dataset):
         """
         epoch, index = key
         place = int(self._places[index])
-        try:
-            pieces = self._read(place)
-        except UserError:
-            self._unreadable[index] = 1
-            raise
+        pieces = self._read(place)
         if self.training:
             with own_randomness(self.seed, epoch, index):
                 pieces = _augment(pieces, self.settings)
@@ -99,11 +93,6 @@ class CocoDetection(Dataset):
     def name(self, index: int) -> str:
         """Return an image's file name."""
         return self.instances.path(int(self._places[index])).name
-
-    def require_readable(self) -> None:
-        """Read again the images that failed in a worker process, to raise their UserError in this one."""
-        for index in self._unreadable.nonzero().flatten().tolist():
-            self._read(int(self._places[index]))
 
     def _read(self, place: int) -> list[tv_tensors.TVTensor]:
         """Read image, boxes and masks at the file's size.
@@ -151,7 +140,12 @@ def _augment(pieces: list[tv_tensors.TVTensor], settings: DetectionTransformSett
 
 
 def _resize(pieces: list[tv_tensors.TVTensor], short: int, longest: float) -> list[tv_tensors.TVTensor]:
-    """Scale by the largest factor that keeps both bounds, as mmdet does: bilinear without antialiasing."""
+    """Scale by the largest factor that keeps both bounds, as mmdet does: bilinear without antialiasing.
+
+    Args:
+        pieces: an image first, which gives the size, and then its boxes and masks.
+        short, longest: the bounds of the short and the long side in pixels; infinity for no bound.
+    """
     height, width = pieces[0].shape[-2:]
     factor = min(short / min(height, width), longest / max(height, width))
     # mmdet's rounding: Python's round would take halves to the even number
@@ -160,6 +154,7 @@ def _resize(pieces: list[tv_tensors.TVTensor], short: int, longest: float) -> li
 
 
 def _draw(choices: tuple[int, ...]) -> int:
+    """Draw one of the numbers from torch's global generator."""
     return choices[_between(0, len(choices) - 1)]
 
 

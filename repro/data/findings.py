@@ -12,7 +12,7 @@ from typing import Any, Literal
 from ..core.errors import UserError
 from ..core.ui import escape_line, track
 
-_MOST_SHOWN = 10
+_MOST_SHOWN = 10  # findings of one fault that `PrintAll` prints
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Finding:
     advice: str = ""
 
     def __str__(self) -> str:
+        """Return the finding as one line, `place: problem; advice`."""
         return escape_line(f"{self.place}: {self.problem}" + (f"; {self.advice}" if self.advice else ""))
 
 
@@ -85,10 +86,12 @@ class RaiseFirst(Reporter):
     """
 
     def tell(self, place: Path, problem: str, advice: str) -> None:
+        """Print a warning if `progress` is set, as in the commands that prepare data."""
         if self.progress:
             print(Finding("warning", place, problem, advice), flush=True)
 
     def add(self, findings: Sequence[Finding]) -> None:
+        """Raise the first finding as `BadData` if it is an error, with the number of the others; else do nothing."""
         if findings and findings[0].severity == "error":
             first, more = findings[0], len(findings) - 1
             raise BadData(
@@ -96,7 +99,7 @@ class RaiseFirst(Reporter):
             )
 
 
-RAISE_FIRST = RaiseFirst()
+RAISE_FIRST = RaiseFirst()  # the default of readers; it has no state
 
 
 class PrintAll(Reporter):
@@ -111,6 +114,7 @@ class PrintAll(Reporter):
         self._seen: set[Finding] = set()
 
     def add(self, findings: Sequence[Finding]) -> None:
+        """Print the first of these findings of one fault, and count all that are new."""
         # a file that both splits share is read and judged twice, but shown once
         new = [finding for finding in findings if finding not in self._seen]
         self._seen.update(new)
@@ -127,6 +131,11 @@ class PrintAll(Reporter):
 def count(number: int, noun: str) -> str:
     """Return `1 image`, or `1,281,167 images`."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def show_few(names: Sequence[str]) -> str:
+    """Format the first three names for a message."""
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def compare_counts(report: Reporter, place: Path, unit: str, found: int, expected: int | None, advice: str) -> None:

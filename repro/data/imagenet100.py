@@ -1,7 +1,9 @@
-"""The wnids of ImageNet-100, in the order of imagenet100.txt of CMC (Tian et al. 2020, github.com/HobbitLong/CMC)."""
+"""The sorted wnids of ImageNet-100: those of imagenet100.txt of CMC (Tian et al. 2020, github.com/HobbitLong/CMC)."""
 
+# sorted, since the index of a class is its place among the sorted names
 WNIDS = tuple(
-    """
+    sorted(
+        """
     n02869837 n01749939 n02488291 n02107142 n13037406 n02091831 n04517823 n04589890 n03062245 n01773797
     n01735189 n07831146 n07753275 n03085013 n04485082 n02105505 n01983481 n02788148 n03530642 n04435653
     n02086910 n02859443 n13040303 n03594734 n02085620 n02099849 n01558993 n04493381 n02109047 n04111531
@@ -13,4 +15,5 @@ WNIDS = tuple(
     n03837869 n03494278 n04136333 n03794056 n03492542 n02018207 n04067472 n03930630 n03584829 n02123045
     n04229816 n02100583 n03642806 n04336792 n03259280 n02116738 n02108089 n03424325 n01855672 n02090622
     """.split()
+    )
 )

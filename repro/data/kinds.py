@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from .imagenet100 import WNIDS
+from .pictures import EXTENSIONS, find_splits
 from .settings import (
     ConnectSettings,
     DigitsSettings,
@@ -19,31 +21,43 @@ from .settings import (
     WildDigitsSettings,
 )
 
-Format = Literal["folders", "coco", "ade20k"]
+Format = Literal["folders", "coco", "ade20k"]  # of a part of a data set on disk, see `Kind.parts`
 OWN_KINDS = ("folder", "coco", "boxes", "ade20k")  # users' own sets, which a command may name by path
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Release:
+    """A published data set: manifests and checks of a kind compare a user's files with it."""
+
+    name: str
+    counts: ExpectedCounts
+    # of a data set in COCO's layout: split -> number of annotations, and the ids of the categories, which have gaps
+    instances: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    category_ids: frozenset[int] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A kind of data set; `check` and `writer` name functions of this package, see `load_function`."""
+    """A kind of data set; `writer` and `download` name functions of this package, see `load_function`."""
 
     name: str  # its key in params.yaml and in manifests
     layout: str  # content of the root, for messages
-    check: str  # `repro data check` calls it with (root, report, depth)
     # the first is for training; curves and the choice of recipes use the second; scores are reported on the last
     splits: tuple[str, ...] = ("train", "val")
     # alternatives, tried in order where the folders of `splits` do not all exist
     other_splits: tuple[tuple[str, ...], ...] = ()
     # format of each part -> prefix of its folder below the root and in manifests; `folders` is <split>/<class>/. Any
-    # other format is the name of a module here, whose functions are called by name. The last part gives a manifest its
-    # classes
+    # other format is the name of a module here, whose functions are called by name. `check.run` has a check for each.
+    # The last part gives a manifest its classes
     parts: Mapping[Format, str] = dataclasses.field(default_factory=lambda: {"folders": ""})
-    suffixes: tuple[str, ...] = ()  # suffixes of the files in class folders; empty for images
+    suffixes: tuple[str, ...] = EXTENSIONS  # suffixes of the files in class folders
     # returns the allowed names of class folders; None allows any
     class_names: Callable[[], Sequence[str]] | None = None
-    sorting: str = "sort them into one folder per class (docs/data.md)"  # advice where images are not in class folders
-    # name and counts of the published data set; a manifest lists the departures from it
-    official: tuple[str, ExpectedCounts] | None = None
+    # advice of a check: where images are not in class folders, and where one is damaged or missing
+    sorting: str = "sort them into one folder per class (docs/data.md)"
+    renewal: str = "remove the folder and run `repro prepare-data` to write it again"
+    official: Release | None = None  # a manifest lists the departures from it
+    num_images: int | None = None  # of all splits together, where settings divide a known number of images
     size_gb: float | None = None  # 1e9 bytes without the archives; None where it depends on settings or on the user
     # key of its settings in a cell of prepare_data; required for an embedded kind, optional for others
     settings_key: str | None = None
@@ -66,8 +80,6 @@ class Kind:
         """
         if not self.other_splits or not root.is_dir():
             return self
-        from .pictures import find_splits
-
         folders = find_splits(root)
         found = (splits for splits in (self.splits, *self.other_splits) if folders.keys() >= set(splits))
         return dataclasses.replace(self, splits=next(found, self.splits))
@@ -89,7 +101,7 @@ class Kind:
 
     @property
     def compares_contents(self) -> bool:
-        """Whether a manifest's hashes cover the contents of the files."""
+        """Whether a manifest's hashes cover the contents of the files, which are then read at every start."""
         return self.embedded and not self.linked
 
 
@@ -101,21 +113,12 @@ def list_wnids() -> tuple[str, ...]:
     return tuple(ImageNetInfo("imagenet-1k").label_names())
 
 
-@functools.cache
-def list_imagenet100() -> tuple[str, ...]:
-    """Return the wnids of ImageNet-100 in sorted order."""
-    from .imagenet100 import WNIDS
-
-    return tuple(sorted(WNIDS))
-
-
-# all split names. `DataCell.row` takes their order from here, since a manifest sorts its keys. Of a data set's splits,
-# the second gives the curves and the last gives the reported scores: `tune` must stand before `val` and `test`
-SPLITS = ("train", "tune", "val", "test")
-_TUNED = ("train", "tune", "test")
+_TUNED = ("train", "tune", "test")  # hyperparameters are chosen on `tune`, and `test` gives the scores alone
 IMAGENET_1K = ExpectedCounts(classes=1000, train=1_281_167, val=50_000)
+# advice where images of ImageNet are not, or not rightly, in class folders: the file with the labels misleads
 GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt counts classes by the ILSVRC2012_ID of meta.mat, not by sorted wnid (docs/data.md)"
 
+# name -> row; where an order matters, as in messages, it is this one
 KINDS = {
     kind.name: kind
     for kind in (
@@ -123,7 +126,7 @@ KINDS = {
             name="digits",
             layout="train/, tune/ and test/, each with digit_<0-9>/",
             splits=_TUNED,
-            check="check.folders.check_digits",
+            num_images=1797,  # the scans of scikit-learn's load_digits
             class_names=lambda: DigitsSettings.CLASSES,
             settings_key="generate",
             settings=DigitsSettings,
@@ -133,7 +136,6 @@ KINDS = {
             name="digits_wild",
             layout="train/, tune/ and test/, each with digit_<0-9>/",
             splits=_TUNED,
-            check="check.folders.check_digits_wild",
             class_names=lambda: WildDigitsSettings.CLASSES,
             settings_key="wild",
             settings=WildDigitsSettings,
@@ -142,18 +144,17 @@ KINDS = {
         Kind(
             name="imagenet",
             layout="train/<wnid>/ and val/<wnid>/, a thousand folders each",
-            check="check.folders.check_imagenet",
             class_names=list_wnids,
             sorting=f"sort them into one folder per class, named by its wnid; {GROUND_TRUTH}",
-            official=("ImageNet-1K", IMAGENET_1K),
+            renewal="get it again: unpack its archive again",
+            official=Release(name="ImageNet-1K", counts=IMAGENET_1K),
             size_gb=150,
         ),
         Kind(
             name="imagenet100",
             layout="train/<wnid>/, tune/<wnid>/ and test/<wnid>/, a hundred folders each",
             splits=_TUNED,
-            check="check.folders.check_imagenet100",
-            class_names=list_imagenet100,
+            class_names=lambda: WNIDS,
             settings_key="tune_split",
             settings=TuneSplitSettings,
             writer="embedded.imagenet100.write_imagenet100",
@@ -165,7 +166,7 @@ KINDS = {
                 name=name,
                 layout="train/<class>/, tune/<class>/ and test/<class>/",
                 splits=_TUNED,
-                check=f"check.folders.check_{name}",
+                num_images=60_000,
                 size_gb=0.2,
                 settings_key="tune_split",
                 settings=TuneSplitSettings,
@@ -175,17 +176,12 @@ KINDS = {
             )
             for name in ("cifar10", "cifar100")
         ),
-        Kind(
-            name="latents",
-            layout="train/<class>/ and val/<class>/",
-            suffixes=(".npy",),
-            check="check.folders.check_latents",
-        ),
+        Kind(name="latents", layout="train/<class>/ and val/<class>/", suffixes=(".npy",), renewal="compute it again"),
         Kind(
             name="folder",
             layout="train/<class>/ and val/<class>/ or test/<class>/",
             other_splits=(_TUNED, ("train", "test")),
-            check="check.folders.check_folder",
+            renewal="replace the file or remove it",
             settings_key="tune_split",
             settings=TuneSplitSettings,
             upright=True,
@@ -194,7 +190,6 @@ KINDS = {
             name="connect",
             layout="train/, tune/ and test/, each with apart/ and joined/",
             splits=_TUNED,
-            check="check.folders.check_connect",
             class_names=lambda: ConnectSettings.CLASSES,
             settings_key="curves",
             settings=ConnectSettings,
@@ -206,7 +201,6 @@ KINDS = {
             parts={"coco": "coco/", "ade20k": "ade20k/"},
             layout="coco/ and ade20k/",
             splits=_TUNED,
-            check="check.dense.check_scenes",
             settings_key="draw",
             settings=ScenesSettings,
             writer="embedded.scenes.write_scenes",
@@ -215,23 +209,20 @@ KINDS = {
             name="coco",
             parts={"coco": ""},
             layout="train2017/, val2017/ and annotations/",
-            check="check.dense.check_coco",
-            official=("COCO 2017", ExpectedCounts(classes=80, train=118_287, val=5_000)),
+            official=Release(
+                name="COCO 2017",
+                counts=ExpectedCounts(classes=80, train=118_287, val=5_000),
+                instances={"train": 860_001, "val": 36_781},
+                category_ids=frozenset(range(1, 91)) - {12, 26, 29, 30, 45, 66, 68, 69, 71, 83},
+            ),
             size_gb=20,
         ),
-        Kind(
-            name="boxes",
-            parts={"coco": ""},
-            layout="train/, val/ and annotations/",
-            check="check.dense.check_boxes",
-            boxes_as_masks=True,
-        ),
+        Kind(name="boxes", parts={"coco": ""}, layout="train/, val/ and annotations/", boxes_as_masks=True),
         Kind(
             name="ade20k",
             parts={"ade20k": ""},
             layout="ADEChallengeData2016, or is that folder,",
-            check="check.dense.check_ade20k",
-            official=("ADE20K", ExpectedCounts(classes=150, train=20_210, val=2_000)),
+            official=Release(name="ADE20K", counts=ExpectedCounts(classes=150, train=20_210, val=2_000)),
             size_gb=1,
         ),
     )
@@ -264,6 +255,10 @@ class PrepareData:
     tune_split: TuneSplitSettings | None = None
 
     def __post_init__(self) -> None:
+        """Raise ValueError for settings that the kind needs or does not take, and for splits that it does not have.
+
+        The message begins with the name of the field, by which `config.build` finds the key path.
+        """
         if self.expected is None and self.kind not in OWN_KINDS:
             raise ValueError(f"expected: missing; say how many classes and images {self.kind} must have")
         for key in filter(None, dict.fromkeys(kind.settings_key for kind in KINDS.values())):
@@ -275,6 +270,7 @@ class PrepareData:
         row = KINDS[self.kind]
         layouts = [row.splits, *row.other_splits]
         if self.settings is not None and not row.embedded:
+            # `tune` is cut off `train`, so a layout that has one already is refused by `scan_tree`
             layouts = [("train", "tune", *splits[1:]) for splits in layouts if "tune" not in splits]
         if self.expected is not None:  # with several layouts, the expected counts say which one the folder must have
             nearest = min(layouts, key=lambda splits: len(self.expected.splits ^ set(splits)))

@@ -40,6 +40,7 @@ class LatentFolder(ImageFolder):
         return read_latents(source, self.shape)
 
     def _choose(self, latents: torch.Tensor) -> torch.Tensor:
+        """Return the scaled latents (K, h, w) of the picture or, with probability `hflip`, of the mirrored one."""
         mirrored = len(latents) > 1 and float(torch.rand(())) < self.hflip
         return self.scale * latents[int(mirrored)]
 

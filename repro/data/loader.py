@@ -7,26 +7,24 @@ therefore the epoch and the batch number, which the training loop knows anyway.
 import atexit
 import contextlib
 import dataclasses
-import mmap
 import pickle
 import random
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from multiprocessing.connection import wait
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from ..core.errors import RunError, UserError
 from ..core.runtime import choose_workers, measure_shared_memory
 
-Keys = list[tuple[int, int]]
-_AMPLE = 2**30  # bytes of shared memory that suffice for the batches of any loader
+Keys = list[tuple[int, int]]  # (epoch or pass over the data, index) of each sample of a batch
+_AMPLE = 2**30  # bytes of free shared memory from which workers send tensors through it, and not through pipes
 
 
 class Samples(Protocol):
@@ -42,14 +40,6 @@ class Samples(Protocol):
     def name(self, index: int) -> str:
         """Return an item's name for messages, such as its path relative to the split's folder."""
 
-    def require_readable(self) -> None:
-        """Raise again, in the main process, the UserError that ended a worker process."""
-
-
-def make_marks(size: int) -> torch.Tensor:
-    """Return (size,) uint8 zeros in memory shared with forked processes, without using /dev/shm."""
-    return torch.frombuffer(mmap.mmap(-1, max(1, size)), dtype=torch.uint8)[:size]
-
 
 @contextlib.contextmanager
 def own_randomness(seed: int, epoch: int, index: int) -> Iterator[None]:
@@ -61,6 +51,7 @@ def own_randomness(seed: int, epoch: int, index: int) -> Iterator[None]:
     image.
     """
     before = None if get_worker_info() else (random.getstate(), np.random.get_state(), torch.get_rng_state())
+    # the first number keeps these seeds apart from those of `TrainOrder._order`
     for_python, for_numpy, for_torch = np.random.SeedSequence((1, seed, epoch, index)).generate_state(3).tolist()
     random.seed(for_python)
     np.random.seed(for_numpy)
@@ -95,12 +86,13 @@ class TrainOrder:
     batches_per_epoch: int | None = None  # None makes an epoch one pass over the data
 
     def __post_init__(self) -> None:
-        self._of_a_pass = self.size // (self.batch_size * self.world_size)
+        self._of_a_pass = self.size // (self.batch_size * self.world_size)  # batches in one pass over the data
         if self._of_a_pass == 0:
             found = f"batch size {self.batch_size} on {self.world_size} process(es): there are only {self.size} training images"
             raise UserError(f"{found}; make it smaller")
 
     def __len__(self) -> int:
+        """Return the number of batches of an epoch on each rank."""
         return self.batches_per_epoch or self._of_a_pass
 
     def batches(self, epoch: int, start: int) -> Iterator[Keys]:
@@ -114,6 +106,7 @@ class TrainOrder:
             yield [(number_of_pass, index) for index in order[first : first + self.batch_size].tolist()]
 
     def _order(self, number_of_pass: int) -> np.ndarray:
+        """Return the indices of all samples (size,) in the order of one pass, the same on every rank."""
         # the first number separates the generators of orders (0) from those of samples (1)
         sequence = np.random.SeedSequence((0, self.seed, number_of_pass))
         order = np.random.Generator(np.random.PCG64(sequence)).permutation(self.size)
@@ -121,9 +114,11 @@ class TrainOrder:
 
 
 def _pair_up(order: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Reorder samples into pairs of one group, each at the position of its second sample.
+    """Reorder samples into pairs of one group, each at the position of its second sample; unpaired ones come last.
 
-    Unpaired samples come last.
+    Args:
+        order: (N,) the permutation, as indices of samples.
+        groups: (N,) the group of each sample, by its index.
     """
     pairs, alone = [], []
     # a stable sort keeps the order of the permutation within each group
@@ -153,22 +148,44 @@ class EvalOrder:
         self._batch_size = batch_size
 
     def __len__(self) -> int:
+        """Return the number of batches on this rank; ranks may differ by one."""
         return -(-len(self._mine) // self._batch_size)
 
     def batches(self, epoch: int, start: int) -> Iterator[Keys]:
-        """Yield the keys of the batches from number `start` on."""
+        """Yield the keys of this rank's batches from number `start` on; a key is (epoch, index)."""
         for number in range(start, len(self)):
             yield [(epoch, index) for index in self._mine[number * self._batch_size : (number + 1) * self._batch_size]]
 
 
 class _Keys:
-    """Batch sampler of a DataLoader: the rest of one epoch of an order."""
+    """Sampler of a DataLoader: the rest of one epoch of an order, from the batch number `start` on.
+
+    A DataLoader keeps its sampler and its workers, so `_Loader.batches` sets `epoch` and `start` for each pass.
+    """
 
     def __init__(self, order: TrainOrder | EvalOrder):
         self.order, self.epoch, self.start = order, 0, 0
 
     def __iter__(self) -> Iterator[Keys]:
         return self.order.batches(self.epoch, self.start)
+
+
+class _Batches(Dataset):
+    """The batches of a data set as the items of a DataLoader: an item's index is the keys of its samples.
+
+    With `piped` a batch is pickled, since a DataLoader sends bytes through a pipe, and tensors through shared memory.
+    """
+
+    def __init__(self, samples: Samples, *, piped: bool):
+        self.samples, self.piped = samples, piped
+
+    def __getitem__(self, keys: Keys) -> tuple | bytes | UserError:
+        """Load a batch. A UserError is returned: a DataLoader would add the traceback of a worker to its message."""
+        try:
+            batch = self.samples.collate([self.samples[key] for key in keys])
+        except UserError as error:
+            return error
+        return pickle.dumps(batch, pickle.HIGHEST_PROTOCOL) if self.piped else batch
 
 
 class _Loader:
@@ -184,9 +201,10 @@ class _Loader:
         # through a pipe instead
         self._piped = workers > 0 and measure_shared_memory() < _AMPLE
         self._loader: DataLoader | None = DataLoader(
-            dataset,
-            batch_sampler=self._keys,
-            collate_fn=partial(_collate_to_bytes, dataset.collate) if self._piped else dataset.collate,
+            _Batches(dataset, piped=self._piped),
+            batch_size=None,  # an item is a batch
+            sampler=self._keys,
+            collate_fn=_keep,
             num_workers=workers,
             persistent_workers=workers > 0,
             pin_memory=torch.device(device).type == "cuda",
@@ -230,17 +248,18 @@ class _Loader:
             yield tuple(pickle.loads(batch) if self._piped else batch)
 
     def _next(self) -> Any:
+        """Return the next batch, pickled if `_piped`; None after the last one. Raises as `TrainLoader`."""
         try:
-            return next(self._iterator, None)
-        except UserError:
-            self.dataset.require_readable()  # raises the worker's error as one line instead of a traceback
-            raise
+            batch = next(self._iterator, None)
         except (RuntimeError, OSError, EOFError):
             # a dead worker may cause any of these errors, depending on when it died
             workers = getattr(self._iterator, "_workers", [])
             if not workers or not wait([worker.sentinel for worker in workers], timeout=1):
                 raise
             raise RunError("a loading process died, most likely for lack of memory; lower runtime.workers") from None
+        if isinstance(batch, UserError):
+            raise batch
+        return batch
 
 
 class TrainLoader(_Loader):
@@ -276,12 +295,13 @@ class EvalLoader(_Loader):
         return self.batches(0)
 
 
-def _collate_to_bytes(collate: Callable[[list[Any]], tuple], samples: list[Any]) -> bytes:
-    """Collate a batch and pickle it for a pipe."""
-    return pickle.dumps(collate(samples), pickle.HIGHEST_PROTOCOL)
+def _keep(batch: Any) -> Any:
+    """Return an item as it is, in place of the conversion to tensors that a DataLoader applies by default."""
+    return batch
 
 
 def _end_workers(iterator: Any) -> None:
+    """End the worker processes of a DataLoader's iterator, by force where one does not end by itself."""
     iterator._shutdown_workers()
     for worker in iterator._workers:
         if worker.is_alive():  # it waits for a lock that another worker held when it died

@@ -82,7 +82,8 @@ def verify(manifest: Manifest, root: Path, folders: Mapping[str, Sequence[Folder
     """Compare a data set at `root`, or a part of it, with its manifest; `folders` are the present ones by split.
 
     Raises:
-        UserError: a class folder is missing, any folder is unknown, or the first folder that differs, with the number of others.
+        UserError: a class folder is missing, any folder is unknown, or the first folder that differs, with the number
+            of others. In a dense format no folder is missing, since `folders` may be those of one part.
     """
     advice, different = advise(manifest, root), []
     for split, listed in folders.items():
@@ -117,7 +118,10 @@ def advise(manifest: Manifest, root: Path) -> str:
 
 
 def record_files(files: Sequence[tuple[bytes, int]], hashes: Sequence[str] | None = None) -> ClassRecord:
-    """Make a folder's record from the (name, bytes) of its files, and the hashes of their contents if these count."""
+    """Make a folder's record from the (name, bytes) of its files, and the hashes of their contents if these count.
+
+    The hash depends on the order of the files: callers sort them by name.
+    """
     rows = [b"%s\0%d" % pair for pair in files]
     if hashes is not None:
         rows = [row + b"\0" + content.encode() for row, content in zip(rows, hashes, strict=True)]

@@ -49,8 +49,8 @@ def decode_mask(segmentation: Any, height: int, width: int) -> np.ndarray:
 
 
 def _has_area(polygon: Sequence[float]) -> bool:
-    """Return whether the corners are not all on one line, which the third one mostly tells."""
-    along = down = 0
+    """Return whether the corners (x, y, x, y, ...) are not all on one line, which the third one mostly tells."""
+    along = down = 0  # from the first corner to the first one that differs from it
     for x, y in zip(polygon[::2], polygon[1::2], strict=True):
         right, below = x - polygon[0], y - polygon[1]
         if right * down != below * along:
@@ -64,7 +64,7 @@ def _parse_counts(text: str) -> list[int]:
     """Parse the counts of a compressed RLE.
 
     A count is a signed integer in groups of five bits, lowest first; from the fourth on, it is a difference to the last
-    but one.
+    but one. Each character, less 48, holds a group; its bit 32 says that another one follows.
     """
     counts, value, shift = [], 0, 0
     for character in text.encode("ascii"):

@@ -27,7 +27,7 @@ from .findings import RaiseFirst
 from .kinds import OWN_KINDS
 from .pictures import EXTENSIONS, find_splits, is_left_out, is_picture, list_classes
 
-_TABLE = "split.csv"
+_TABLE = "split.csv"  # in the folder of links; a folder without it was not made here, and is not replaced
 _HELD_OUT = 5  # one picture in this many is held out
 MOST_BYTES = 255  # limit of common file systems on a file name
 _MOST_IN_RESULTS = 100  # limit on a set's name; the names of its records are longer
@@ -151,10 +151,12 @@ def _holds(root: Path, targets: Mapping[str, str], table: str) -> bool:
 
 
 def _needs_split(own: OwnData) -> bool:
+    """Return whether a set is split here: class folders without splits, or a CSV file, which names no splits either."""
     return own.kind == "folder" and (own.path.is_file() or not find_splits(own.path))
 
 
 def _describe(own: OwnData) -> str:
+    """Return `KIND:PATH`, the content of source.txt, by which the owner of a name is recognised."""
     return f"{own.kind}:{_show(own.path)}"
 
 
@@ -212,9 +214,10 @@ def _names_a_class(label: str) -> bool:
 
 
 def _draw(file: str) -> bytes:
-    # a hash instead of a random number, so that other pictures do not change the draw
+    """Return a picture's lot in the draw of the split: a hash of its name, which other pictures do not change."""
     return hashlib.sha256(os.fsencode(file)).digest()
 
 
 def _is_held_out(file: str) -> bool:
+    """Return whether a picture's lot puts it into `val`, before `split_own` sees to classes of few pictures."""
     return int.from_bytes(_draw(file)[:8]) % _HELD_OUT == 0

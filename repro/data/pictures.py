@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..core.errors import UserError
-from .findings import RAISE_FIRST, Reporter, count
+from .findings import RAISE_FIRST, Reporter, count, show_few
 
-# suffixes of the formats that `pixels.open_image` decodes. The listing of archives is cached by these suffixes and by
+# suffixes of the formats that `pixels` decodes. The listing of archives is cached by these suffixes and by
 # `is_left_out`: raise `tree._RULES` with every change of either, or the cache keeps the earlier files
 EXTENSIONS = (".jpeg", ".jpg", ".jpe", ".jfif", ".png", ".bmp", ".webp")
 # files of operating systems and photo programs; further ones begin with a dot
@@ -31,6 +31,7 @@ _NAMES = {
     "val": "val|valid|validate|validation|dev|devel|development|eval|evaluation|heldout|holdout",
     "test": "test|tests|testing|tst",
 }
+# words that may stand before and after the name of a split, as in my_train_images
 _AROUND = "(?:my|seg|dataset|data|set|split|images|image|imgs|img|pictures|photos|folder|x)*"
 
 
@@ -145,14 +146,15 @@ def find_splits(root: Path) -> dict[str, str]:
     if ("train" in named and len(named) > 1) or (like and (like == inside.keys() or like <= nested.keys())):
         for split, names in named.items():
             if len(names) > 1 and split not in names:
-                raise UserError(f"{root}: {show_folders(names)} would both be the split {split}; rename one")
+                raise UserError(f"{root}: {_show_folders(names)} would both be the split {split}; rename one")
         return {split: split if split in names else names[0] for split, names in named.items()}
+    # no name says so, but all filled folders hold folders, and most of those are in several of them
     shared = Counter(name for names in nested.values() for name in names)
     repeated = sorted(name for name, times in shared.items() if times > 1)
     filled = sum(bool(found.folders or found.images) for found in inside.values())
     if len(nested) == filled > 1 and len(repeated) > 1 and 2 * len(repeated) > len(shared):
         raise UserError(
-            f"{root}: {show_folders(list(nested))} hold the same folders ({show_folders(repeated)}), as splits do; name "
+            f"{root}: {_show_folders(nested)} hold the same folders ({_show_folders(repeated)}), as splits do; name "
             "them train/ and val/, or list files and classes in a CSV file (docs/data.md)"
         )
     return {}
@@ -164,7 +166,7 @@ def describe_splits(root: Path, splits: Sequence[str]) -> str:
     used = [found.get(split, split) for split in splits]
     idle = [name for name in list_entries(root, None).folders if name not in used]
     text = f"{used[0]}/ is learned from, {used[-1]}/ is held out"
-    return text + (f"; {show_folders(idle)} {'is' if len(idle) == 1 else 'are'} not read" if idle else "")
+    return text + (f"; {_show_folders(idle)} {'is' if len(idle) == 1 else 'are'} not read" if idle else "")
 
 
 def tell_unread(place: Path, others: Iterable[str], report: Reporter) -> None:
@@ -177,13 +179,16 @@ def tell_unread(place: Path, others: Iterable[str], report: Reporter) -> None:
 
 
 def may_be_picture(name: str) -> bool:
-    """Return whether a file that is not read may be meant as a picture, and is not a note, a table or a program."""
+    """Return whether a file that is not read may be meant as a picture: its suffix is not that of a note or a program.
+
+    A file without a suffix may be one.
+    """
     return os.path.splitext(name)[1].lower() not in _OF_NOTES
 
 
-def show_folders(names: Sequence[str]) -> str:
+def _show_folders(names: Iterable[str]) -> str:
     """Format the first three folders for a message."""
-    return ", ".join(f"{name}/" for name in names[:3]) + (", ..." if len(names) > 3 else "")
+    return show_few([f"{name}/" for name in names])
 
 
 def _name_split(folder: str) -> str | None:

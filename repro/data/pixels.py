@@ -14,9 +14,9 @@ from PIL import Image
 from ..core.runtime import Runtime
 from .findings import BadData, Finding
 
-FORMATS = ("JPEG", "PNG", "BMP", "WEBP")  # a file never reaches another decoder of Pillow
+_FORMATS = ("JPEG", "PNG", "BMP", "WEBP")  # a file never reaches another decoder of Pillow
 # largest ratio of the sides: a more oblong picture becomes enormous when its short side is resized for a model
-MOST_OBLONG = 50
+_MOST_OBLONG = 50
 # exceptions for a file that cannot be read
 UNREADABLE = (OSError, ValueError, EOFError)
 _EXACT = ("PNG", "BMP")  # lossless formats, whose pixels are exact labels
@@ -34,7 +34,7 @@ _TURNS = {
 MAX_PIXELS = Runtime.max_pixels  # default where no setting is given; images of ImageNet, COCO and ADE20K are smaller
 _animated: list[str] = []  # name of the first animation; only this one is logged
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
@@ -64,39 +64,18 @@ def explain_error(error: Exception) -> str:
     return "not in any image format" if "cannot identify image file" in text else text or type(error).__name__
 
 
-def open_image(content: bytes, name: object, max_pixels: int = MAX_PIXELS, *, upright: bool = True) -> Image.Image:
-    """Decode an image in one of `FORMATS`; rotate it by its EXIF data if `upright`, else leave it as stored.
-
-    An animation gives its first frame, which is logged once. `name` identifies the image in messages.
-
-    Raises:
-        ValueError: damaged bytes or another format. As `WrongSize`, from the header alone: more than `max_pixels`, or
-            sides whose ratio is above `MOST_OBLONG`.
-    """
-    return _open(content, name, max_pixels, upright=upright)[0]
-
-
 def decode_rgb(content: bytes, name: object, max_pixels: int = MAX_PIXELS, *, upright: bool = True) -> Image.Image:
-    """Decode an image as RGB, see `open_image`; the default `upright` agrees with OpenCV.
+    """Decode an image as RGB, see `_decode`; the default `upright` agrees with OpenCV.
 
     Grey becomes three equal channels, of 16 bits the upper 8 are kept (if `upright`), alpha is dropped, palettes and
     CMYK are converted.
     """
-    return _to_rgb(open_image(content, name, max_pixels, upright=upright), upright)
+    return _to_rgb(_decode(content, name, max_pixels, upright=upright)[0], upright)
 
 
 def read_pixels(path: Path, max_pixels: int = MAX_PIXELS) -> np.ndarray:
     """Read a file as (H, W, 3) uint8, RGB, see `decode_rgb`; raises UserError where it is missing or unreadable."""
     return np.array(_decode_file(path, decode_rgb, max_pixels))
-
-
-def read_labels(path: Path, max_pixels: int = MAX_PIXELS) -> np.ndarray:
-    """Read a label map as (H, W) uint8: grey levels, or the indices of a palette.
-
-    Raises:
-        UserError: the file is missing or damaged, has not one channel of 8 bits, or its format is lossy.
-    """
-    return _read_labels(path, max_pixels)[0]
 
 
 def read_labelled(image: Path, labels: Path, max_pixels: int = MAX_PIXELS) -> tuple[np.ndarray, np.ndarray]:
@@ -106,9 +85,9 @@ def read_labelled(image: Path, labels: Path, max_pixels: int = MAX_PIXELS) -> tu
         UserError: as `read_labels`; the sizes differ; or the orientation is ambiguous, since EXIF data rotate the image
             without changing its size, and the label map has other or no EXIF data.
     """
-    shown, _, turned = _decode_file(image, _open, max_pixels)
+    shown, _, turned = _decode_file(image, _decode, max_pixels)
     pixels = np.array(_to_rgb(shown, True))
-    found, own = _read_labels(labels, max_pixels)
+    found, own = read_labels(labels, max_pixels)
     if found.shape != pixels.shape[:2]:
         sizes = (f"{shape[1]}×{shape[0]}" for shape in (found.shape, pixels.shape))
         problem = "is {}, its image {}".format(*sizes)
@@ -123,19 +102,29 @@ def read_labelled(image: Path, labels: Path, max_pixels: int = MAX_PIXELS) -> tu
     return pixels, found
 
 
-def _open(
+def _decode(
     content: bytes, name: object, max_pixels: int, *, upright: bool = True
 ) -> tuple[Image.Image, str | None, int]:
-    """Return the image of `open_image`, its format, and its EXIF orientation: 1 if it was not rotated, else 2 to 8."""
+    """Decode an image in one of `_FORMATS`; rotate it by its EXIF data if `upright`, else leave it as stored.
+
+    An animation gives its first frame, which is logged once. `name` identifies the image in messages.
+
+    Returns:
+        The image, its format, and its EXIF orientation: 1 if it was not rotated, else 2 to 8.
+
+    Raises:
+        ValueError: damaged bytes or another format. As `WrongSize`, from the header alone: more than `max_pixels`, or
+            sides whose ratio is above `_MOST_OBLONG`.
+    """
     try:
         # Pillow warns about EXIF data that are odd but readable
         with warnings.catch_warnings(action="ignore"), lift_limit():
-            image = Image.open(io.BytesIO(content), formats=FORMATS)
+            image = Image.open(io.BytesIO(content), formats=_FORMATS)
             if image.width * image.height > max_pixels:
                 problem = f"{image.width}×{image.height} pixels, more than runtime.max_pixels: {max_pixels:,}"
                 raise WrongSize(problem, "shrink the picture, or raise that setting")
-            if max(image.size) > MOST_OBLONG * min(image.size):
-                problem = f"{image.width}×{image.height} pixels, one side above {MOST_OBLONG} times the other"
+            if max(image.size) > _MOST_OBLONG * min(image.size):
+                problem = f"{image.width}×{image.height} pixels, one side above {_MOST_OBLONG} times the other"
                 raise WrongSize(problem, "crop the picture")
             # MPO: a photo file with several pictures, not an animation
             if getattr(image, "is_animated", False) and image.format != "MPO" and not _animated:
@@ -156,15 +145,20 @@ def _open(
 
 
 def _to_rgb(image: Image.Image, upright: bool) -> Image.Image:
+    """Convert to RGB; see `decode_rgb`."""
     if upright and image.mode.startswith("I;16"):
-        # Pillow's own conversion would clip at 255
+        # Pillow's own conversion would clip at 255. Without `upright` it does, as for published ImageNet results
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     return image.convert("RGB")
 
 
-def _read_labels(path: Path, max_pixels: int) -> tuple[np.ndarray, int]:
-    """Read a label map and its EXIF orientation; raises as `read_labels`."""
-    image, form, turned = _decode_file(path, _open, max_pixels)
+def read_labels(path: Path, max_pixels: int = MAX_PIXELS) -> tuple[np.ndarray, int]:
+    """Read a label map (H, W) uint8, grey levels or the indices of a palette, and its EXIF orientation, see `_decode`.
+
+    Raises:
+        UserError: the file is missing or damaged, has not one channel of 8 bits, or its format is lossy.
+    """
+    image, form, turned = _decode_file(path, _decode, max_pixels)
     advice = "save it as a PNG of 8 bits, grey or with a palette, whose pixels are the numbers of the classes"
     if form not in _EXACT:
         problem = f"label map in the format {form}, which changes labels"
@@ -185,7 +179,16 @@ def judge_error(path: Path, error: Exception, advice: str, what: str = "image") 
     return Finding("error", path, f"unreadable {what} ({problem})", advice)
 
 
-def _decode_file(path: Path, decode: Callable[[bytes, Path, int], T], max_pixels: int) -> T:
+def spread_places(total: int) -> list[int]:
+    """Return at most 500 evenly spaced indices below `total`: the pictures of a split that are read before a training.
+
+    That is enough for the share of each class, and to find a folder of damaged files.
+    """
+    return np.linspace(0, total - 1, min(total, 500)).astype(int).tolist()
+
+
+def _decode_file(path: Path, decode: Callable[[bytes, Path, int], _T], max_pixels: int) -> _T:
+    """Return `decode(content, path, max_pixels)` of a file; raises UserError where it is missing or unreadable."""
     try:
         return decode(path.read_bytes(), path, max_pixels)
     except UNREADABLE as error:

@@ -19,11 +19,10 @@ from .kinds import KINDS, Kind, PrepareData, load_function
 from .manifest import Folder, Manifest, SplitRecord, read_manifest, write_manifest
 from .own import claim_name, locate_own, parse_own, split_own
 from .pictures import describe_splits
-from .pixels import UNREADABLE, decode_rgb, judge_error
+from .pixels import UNREADABLE, decode_rgb, judge_error, spread_places
 from .settings import ExpectedCounts
 from .tree import scan_tree
 
-_LOOKED_AT = 500  # pictures per split that are decoded before a training
 _IMBALANCE = 10  # ratio of the largest class to the smallest from which a warning is printed
 
 
@@ -105,60 +104,56 @@ def _count_objects(root: Path, kind: Kind, max_pixels: int) -> dict[str, int]:
     Raises:
         UserError: no category, a split without targets, or a sampled picture that cannot be read.
     """
-    # train is the last, and its counts are returned
-    for split in reversed(kind.splits):
-        instances = coco.read_instances(root, split, max_pixels=max_pixels, boxes_as_masks=kind.boxes_as_masks)
+    read = {
+        split: coco.read_instances(root, split, max_pixels=max_pixels, boxes_as_masks=kind.boxes_as_masks)
+        for split in kind.splits
+    }
+    for instances in read.values():
         if not len(instances.labels):
             raise UserError(f"{instances.file}: has no object of a category; a detector needs some in each split")
-        for place in _sample(len(instances.names)):
+        for place in spread_places(len(instances.names)):
             coco.read_image(instances.path(place), tuple(instances.sizes[place].tolist()), instances.file, max_pixels)
-        if spoiled := instances.num_outside + instances.num_empty:
+        if instances.num_spoiled:
             print(
-                f"{instances.file}: boxes outside of the picture or without area: {spoiled:,}; training "
+                f"{instances.file}: boxes outside of the picture or without area: {instances.num_spoiled:,}; training "
                 "takes what lies inside (`repro data check coco` names them)",
                 flush=True,
             )
         if instances.left_out:
             print(f"{instances.file}: {instances.describe_targets()}", flush=True)
-    return dict(
-        zip(instances.classes, np.bincount(instances.labels, minlength=len(instances.classes) + 1)[1:].tolist())
-    )
+    train = read["train"]
+    return dict(zip(train.classes, np.bincount(train.labels, minlength=len(train.classes) + 1)[1:].tolist()))
 
 
 def _count_pixels(root: Path, max_pixels: int) -> dict[str, int]:
     """Count the pixels of each class in a sample of `train`; raises UserError where no segmenter could learn."""
-    # train is the last, and its counts are returned
-    for split in reversed(KINDS["ade20k"].splits):
+    counts = {}
+    for split in KINDS["ade20k"].splits:
         pairs = ade20k.AdePairs(root, split, max_pixels=max_pixels)
+        if split == "train" and len(pairs) < 2:
+            raise UserError(f"{root}: has one training picture; a segmenter's batch norm needs two or more")
         if len(pairs.classes) < 2:
             raise UserError(
                 f"{root}: has one class; name another, for what surrounds it (0 is where nothing is labelled)"
             )
-        _, counts = ade20k.survey(pairs)
-        if not counts.any():
+        _, counts[split] = ade20k.survey(pairs)
+        if not counts[split].any():
             raise UserError(
                 f"{root}: every label map of {ade20k.FOLDERS[split]} is 0, which says nothing; label classes"
             )
-    if len(pairs) < 2:
-        raise UserError(f"{root}: has one training picture; a segmenter's batch norm needs two or more")
-    return dict(zip(pairs.classes, counts.tolist()))
+    return dict(zip(pairs.classes, counts["train"].tolist()))  # all splits have the same classes
 
 
 def _read_held_out(root: Path, max_pixels: int) -> None:
     """Decode a sample of the held-out pictures; raises UserError at the first unreadable one, as an evaluation would."""
     tree = scan_tree(root, "folder")
     for split in tree.kind.held_out:
-        for place in _sample(len(tree.splits[split].names)):
+        for place in spread_places(len(tree.splits[split].names)):
             path = tree.path(split, place)
             try:
                 decode_rgb(tree.source(split, place).read(), path, max_pixels)
             except UNREADABLE as error:
                 raise BadData(judge_error(path, error, "get it again, or remove it")) from None
-
-
-def _sample(count: int) -> list[int]:
-    """Return at most `_LOOKED_AT` evenly spaced places."""
-    return np.linspace(0, count - 1, min(count, _LOOKED_AT)).astype(int).tolist()
 
 
 def scan_manifest(root: Path, kind: str, generated: object = None, report: Reporter = RAISE_FIRST) -> Manifest:
@@ -179,11 +174,10 @@ def scan_manifest(root: Path, kind: str, generated: object = None, report: Repor
                 raise UserError(f"{root}: the name of the class folder {odd[0]} is not UTF-8; rename it")
         else:
             reader = {"coco": coco, "ade20k": ade20k}[part]
-            more = {"boxes_as_masks": row.boxes_as_masks} if part == "coco" else {}
-            classes = reader.read_classes(root / prefix, row.splits, report, **more)
-            list_folders = partial(reader.list_folders, root / prefix, prefix=prefix)
+            classes = reader.read_classes(root / prefix, row, report)
+            list_folders = partial(reader.list_folders, root / prefix, row=row)
         for split in row.splits:
-            folders.setdefault(split, []).extend(list_folders(split, with_contents=row.compares_contents))
+            folders.setdefault(split, []).extend(list_folders(split))
     splits = {}
     for split, listed in folders.items():
         # count each image once: in dense formats the first folder has all images, and later ones the label maps or
@@ -197,9 +191,8 @@ def scan_manifest(root: Path, kind: str, generated: object = None, report: Repor
     hashes = [f"{split}/{name} {record.hash}" for split in row.splits for name, record in splits[split].folders.items()]
     departures = []
     if row.official is not None:
-        name, official = row.official
-        for count, found, wanted in _find_differences(len(classes), splits, official):
-            departures.append(f"{count}: {found:,}, {name} has {wanted:,}")
+        for count, found, wanted in _find_differences(len(classes), splits, row.official.counts):
+            departures.append(f"{count}: {found:,}, {row.official.name} has {wanted:,}")
     return Manifest(
         kind=kind,
         classes={name: index for index, name in enumerate(classes)},

@@ -16,11 +16,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from ..core.config import Each, bounded
 
+# all split names. A manifest sorts its keys, so `DataCell.row` takes their order from here. Of a data set's splits, the
+# second gives the curves and the last gives the reported scores: `tune` must stand before `val` and `test`
+SPLITS = ("train", "tune", "val", "test")
+# the strings that timm's `rand_augment_transform` reads; it ignores some mistakes, and fails at others by an assertion
 _RAND_AUGMENT = re.compile(r"rand(-(m\d+|n\d+|p\d+(\.\d+)?|mstd(\d+(\.\d+)?|inf)|mmax\d+|inc[01]|t(weights|3a|3aw)))+")
 
 
 def check_pair(name: str, pair: tuple[float, ...], wanted: str = "[smallest, largest]") -> None:
-    """Raise ValueError unless `pair` is two ascending numbers."""
+    """Raise ValueError unless `pair` is two ascending numbers; the message describes them as `wanted`."""
     if len(pair) != 2 or pair[0] > pair[1]:
         raise ValueError(f"{name}: expected {wanted}, got {list(pair)}")
 
@@ -32,6 +36,7 @@ def check_channels(name: str, values: tuple[float, ...]) -> None:
 
 
 def _check_fractions(tune: float, test: float) -> None:
+    """Raise ValueError unless a tenth of the scans or more remain for training."""
     if tune + test > 0.9:
         raise ValueError(
             f"test_fraction: {test:g} and tune_fraction {tune:g} leave less than a tenth for training; make them smaller"
@@ -140,9 +145,10 @@ class DrawnDigits:
             check_pair(name, getattr(self, name))
 
     def _check_room(self, image_size: int) -> None:
+        """Raise ValueError if the largest digit, at the largest rotation, does not fit into the image."""
         # the bounding box of a rotated square is largest at 45 degrees
         turned = math.radians(min(self.angle_degrees, 45))
-        needed = math.ceil(self.side_px[1] * (math.cos(turned) + math.sin(turned))) + 2
+        needed = math.ceil(self.side_px[1] * (math.cos(turned) + math.sin(turned))) + 2  # rounding, at either side
         if needed > image_size:
             raise ValueError(
                 f"side_px: {self.side_px[1]}, turned by {self.angle_degrees:g} degrees, needs {needed} pixels of {image_size}"
@@ -238,6 +244,7 @@ class ConnectSettings:
                 f"clearance_px: expected marker_px + 1 = {self.marker_px + 1:g} to {0.8 * self.bend_radius_px:.1f}, "
                 f"the room between two bends of dash_px + gap_px, got {self.clearance_px:g}"
             )
+        # neighbouring points of an arm, which `embedded.connect` does not compare, would come too close
         if self.curvature * self.clearance_px > 1:
             raise ValueError(
                 f"curvature: expected at most 1 / clearance_px = {1 / self.clearance_px:.3g}, got {self.curvature:g}"
@@ -288,4 +295,4 @@ class ExpectedCounts:
     @property
     def splits(self) -> set[str]:
         """The splits whose images are counted."""
-        return {name for name in ("train", "val", "tune", "test") if getattr(self, name) is not None}
+        return {name for name in SPLITS if getattr(self, name) is not None}

@@ -17,7 +17,6 @@ import dataclasses
 import itertools
 import os
 import zipfile
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -29,14 +28,14 @@ from ..core.hashing import hash_file, short_hash
 from ..core.record import atomic
 from ..core.runtime import Runtime
 from .archives import list_members
-from .findings import RAISE_FIRST, Reporter, count
+from .findings import RAISE_FIRST, Reporter, count, show_few
 from .kinds import KINDS, Kind, load_function
-from .manifest import ClassRecord, Folder, record_files
-from .pictures import EXTENSIONS, Entries, find_splits, list_entries, may_be_picture, tell_unread
+from .manifest import Folder, record_files
+from .pictures import Entries, find_splits, list_entries, may_be_picture, tell_unread
 from .settings import TuneSplitSettings
 
-_ARCHIVES = (".tar", ".gz", ".zip", ".tgz")
-# folders of Kaggle's archive and of common scripts
+_ARCHIVES = (".tar", ".gz", ".zip", ".tgz")  # suffixes; only an uncompressed .tar can be read in place
+# where ImageNet lies below a root that was chosen too high: folders of Kaggle's archive and of common scripts
 _USUAL_PLACES = ("ILSVRC/Data/CLS-LOC", "Data/CLS-LOC", "imagenet", "ILSVRC2012", "ImageNet", "data")
 # cache of the listing in the archives' folder: reading 1.28 million headers takes minutes
 _INDEX = ".shards.npz"
@@ -81,15 +80,15 @@ class Split:
     names: np.ndarray  # (N,) bytes; file names within their class folder
     sizes: np.ndarray  # (N,) int64; bytes
     targets: np.ndarray  # (N,) int64; class indices
+    folder: str  # name of the split's folder, which need not be that of the split
     archives: Archives | None = None  # locations of archived images; None for class folders
-    folder: str | None = None  # name of the split's folder, if it is not the split's name
 
     def take(self, chosen: np.ndarray) -> "Split":
         """Select the images at these indices (n,); they must ascend, since `list_folders` relies on sorted targets."""
         archives = self.archives and dataclasses.replace(
             self.archives, number=self.archives.number[chosen], offsets=self.archives.offsets[chosen]
         )
-        return Split(self.names[chosen], self.sizes[chosen], self.targets[chosen], archives, self.folder)
+        return Split(self.names[chosen], self.sizes[chosen], self.targets[chosen], self.folder, archives)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +103,7 @@ class Tree:
 
     def folder(self, split: str) -> Path:
         """Return the folder of a split's images."""
-        return self.root / (self.splits[split].folder or split)
+        return self.root / self.splits[split].folder
 
     def path(self, split: str, index: int) -> Path:
         """Return the path of an image; for an archived one, the archive's path followed by the file name."""
@@ -115,24 +114,24 @@ class Tree:
         """Return the location of an image's bytes."""
         # strings instead of Path objects, whose joins are slow: this runs for every image
         files = self.splits[split]
-        folder = os.path.join(self.root, files.folder or split)
+        folder = os.path.join(self.root, files.folder)
         if files.archives is None:
             return ImageBytes(os.path.join(folder, self.classes[files.targets[index]], os.fsdecode(files.names[index])))
         archive = os.fsdecode(files.archives.files[files.archives.number[index]])
         return ImageBytes(os.path.join(folder, archive), int(files.archives.offsets[index]), int(files.sizes[index]))
 
-    def list_folders(self, split: str, with_contents: bool) -> list[Folder]:
-        """Record a split by class. An archived split gets the records that its folders would have.
+    def list_folders(self, split: str) -> list[Folder]:
+        """Record a split by class, see `Kind.compares_contents`.
 
-        `with_contents` includes the contents in the hashes, which reads every image.
+        An archived split gets the records that its folders would have.
         """
         files = self.splits[split]
         ends = np.searchsorted(files.targets, np.arange(len(self.classes)), side="right").tolist()
         listed = []
         for name, start, end in zip(self.classes, [0, *ends], ends):
-            hashes = (
-                [short_hash(self.source(split, index).read()) for index in range(start, end)] if with_contents else None
-            )
+            hashes = None
+            if self.kind.compares_contents:
+                hashes = [short_hash(self.source(split, index).read()) for index in range(start, end)]
             record = record_files(list(zip(files.names[start:end].tolist(), files.sizes[start:end].tolist())), hashes)
             listed.append(Folder(name, self.folder(split) / name, record))
         return listed
@@ -185,16 +184,19 @@ def scan_tree(
     for split, (names, files) in found.items():
         # the identity where every split has all classes
         places = np.array([place_of[name] for name in names], dtype=np.int64)
-        splits[split] = dataclasses.replace(files, targets=places[files.targets], folder=folders.get(split))
+        splits[split] = dataclasses.replace(files, targets=places[files.targets])
     return Tree(root, tuple(classes), splits, row)
 
 
-def record_folder(folder: Path, with_contents: bool) -> ClassRecord:
-    """Record a folder of images, with its contents if asked for; raises UserError as `list_entries`."""
+def record_folder(root: Path, name: str, prefix: str, with_contents: bool) -> Folder:
+    """Record the folder of images `root/name`, whose name in the manifest begins with `prefix`.
+
+    With `with_contents` its hash covers the files' contents. Raises UserError as `list_entries`.
+    """
+    folder = root / name
     images = list_entries(folder).images
-    return record_files(
-        images, [hash_file(folder / os.fsdecode(name)) for name, _ in images] if with_contents else None
-    )
+    hashes = [hash_file(folder / os.fsdecode(file)) for file, _ in images] if with_contents else None
+    return Folder(prefix + name, folder, record_files(images, hashes))
 
 
 def list_images(folder: Path, report: Reporter, advice: str) -> dict[str, int] | None:
@@ -221,14 +223,10 @@ def list_images(folder: Path, report: Reporter, advice: str) -> dict[str, int] |
 
 
 def _warn_of_others(folder: Path, others: Sequence[str], report: Reporter) -> None:
+    """Warn of files in a folder that are not read; those that may be pictures are also named before a training."""
     tell_unread(folder, others, report)
     if notes := [name for name in others if not may_be_picture(name)]:
         report.warning(folder, f"holds {count(len(notes), 'other file')} ({show_few(notes)})", "nothing reads them")
-
-
-def show_few(names: Sequence[str]) -> str:
-    """Format the first three names for a message."""
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def _read_split(folder: Path, kind: Kind, report: Reporter) -> tuple[tuple[str, ...], Split] | None:
@@ -240,7 +238,7 @@ def _read_split(folder: Path, kind: Kind, report: Reporter) -> tuple[tuple[str, 
         )
         report.error(folder, "no such folder", f"take {root / inside} as the root" if inside else _advise_layout(kind))
         return None
-    entries = list_entries(folder, report, _suffixes_of(kind))
+    entries = list_entries(folder, report, kind.suffixes)
     archives = [folder / name for name in entries.others if name.lower().endswith(".tar")]
     if archives and not entries.folders and not entries.images:
         _warn_of_others(folder, [name for name in entries.others if not name.lower().endswith(".tar")], report)
@@ -252,15 +250,9 @@ def _read_split(folder: Path, kind: Kind, report: Reporter) -> tuple[tuple[str, 
     if packed := [name for name in entries.others if name.lower().endswith(_ARCHIVES)]:
         problem = f"holds {count(len(packed), 'archive')} beside class folders ({show_few(packed)})"
         report.warning(folder, problem, "unpack the archives that are missing as folders, then remove all archives")
-    return (
-        (tuple(entries.folders), _read_folders(folder, entries, report, _suffixes_of(kind)))
-        if entries.folders
-        else None
-    )
-
-
-def _suffixes_of(kind: Kind) -> tuple[str, ...]:
-    return kind.suffixes or EXTENSIONS
+    if not entries.folders:
+        return None
+    return tuple(entries.folders), _read_folders(folder, entries, report, kind.suffixes)
 
 
 def _read_folders(folder: Path, entries: Entries, report: Reporter, suffixes: tuple[str, ...]) -> Split:
@@ -281,7 +273,7 @@ def _read_folders(folder: Path, entries: Entries, report: Reporter, suffixes: tu
     report.errors(empty, "fill this class folder, or remove it from every split")
     _warn_of_others(folder, others, report)
     targets = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
-    return Split(np.array(names, dtype=np.bytes_), np.array(sizes, dtype=np.int64), targets)
+    return Split(np.array(names, dtype=np.bytes_), np.array(sizes, dtype=np.int64), targets, folder.name)
 
 
 def _read_archives(archives: list[Path], report: Reporter, kind: Kind) -> tuple[tuple[str, ...], Split] | None:
@@ -289,22 +281,18 @@ def _read_archives(archives: list[Path], report: Reporter, kind: Kind) -> tuple[
 
     A listing without errors is cached in `.shards.npz` in their folder, if that is writable.
     """
-    folder, suffixes = archives[0].parent, _suffixes_of(kind)
-    stamp = np.array(
-        [
-            (_RULES, zlib.crc32(kind.name.encode())),
-            *((path.stat().st_size, path.stat().st_mtime_ns) for path in archives),
-        ],
-        dtype=np.int64,
-    )
-    files = np.array([os.fsencode(path.name) for path in archives], dtype=np.bytes_)
-    kept = _load(folder / _INDEX, files, stamp)
+    folder = archives[0].parent
+    states = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in archives]
+    stamp = short_hash(repr((_RULES, kind.name, states)))
+    kept = _load_listing(folder / _INDEX, stamp)
     if kept is None:
         errors_before, others = report.num_errors, []
         rows = _list_rows(archives, report, kind, others)
         if not rows:
             tell_unread(folder, others, report)
-            report.error(folder, f"its archives hold no image ({', '.join(suffixes)})", "pack the images into them")
+            report.error(
+                folder, f"its archives hold no image ({', '.join(kind.suffixes)})", "pack the images into them"
+            )
             return None
         labels, names, *numbers = zip(*rows)
         classes = {name: place for place, name in enumerate(dict.fromkeys(labels))}  # sorted, since the rows are
@@ -318,24 +306,23 @@ def _read_archives(archives: list[Path], report: Reporter, kind: Kind) -> tuple[
         if report.num_errors == errors_before:
             # a read-only data set has no cache, and is listed each time
             with contextlib.suppress(OSError), atomic(folder / _INDEX) as temporary, open(temporary, "wb") as stream:
-                np.savez(stream, files=files, stamp=stamp, **kept)
+                np.savez(stream, stamp=stamp, **kept)
     tell_unread(folder, map(os.fsdecode, kept["others"].tolist()), report)
-    report.ok(folder, count(len(files), "archive"))
+    report.ok(folder, count(len(archives), "archive"))
+    files = np.array([os.fsencode(path.name) for path in archives], dtype=np.bytes_)
     where = Archives(files, kept["number"], kept["offsets"])
-    return tuple(map(os.fsdecode, kept["classes"].tolist())), Split(
-        kept["names"], kept["sizes"], kept["targets"], where
-    )
+    split = Split(kept["names"], kept["sizes"], kept["targets"], folder.name, where)
+    return tuple(map(os.fsdecode, kept["classes"].tolist())), split
 
 
-def _load(path: Path, files: np.ndarray, stamp: np.ndarray) -> dict[str, np.ndarray] | None:
-    """Load the cached listing of the same archives; None where there is none."""
+def _load_listing(path: Path, stamp: str) -> dict[str, np.ndarray] | None:
+    """Load the cached listing with this stamp; None where there is none, or only that of other archives or rules."""
     try:
         with np.load(path) as found:
             kept = dict(found)
-        same = np.array_equal(kept.pop("files"), files) and np.array_equal(kept.pop("stamp"), stamp)
+        return kept if str(kept.pop("stamp")) == stamp else None
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
-    return kept if same else None
 
 
 def _list_rows(archives: list[Path], report: Reporter, kind: Kind, others: list[str]) -> list[_Row]:
@@ -363,7 +350,7 @@ def _cut_tune(tree: Tree, settings: TuneSplitSettings) -> Tree:
     (first, files), *held_out = tree.splits.items()
     chosen = load_function("embedded.choose_tune")(files.targets, settings, tree.folder(first), tree.classes)
     rest, tune = (files.take(np.flatnonzero(places)) for places in (~chosen, chosen))
-    splits = {first: rest, "tune": dataclasses.replace(tune, folder=files.folder or first), **dict(held_out)}
+    splits = {first: rest, "tune": tune, **dict(held_out)}
     return dataclasses.replace(tree, splits=splits, kind=dataclasses.replace(tree.kind, splits=tuple(splits)))
 
 
@@ -380,4 +367,5 @@ def _check_names(folder: Path, classes: Sequence[str], kind: Kind, report: Repor
 
 
 def _advise_layout(kind: Kind) -> str:
+    """Return what to do about a data set that is missing, or whose folders are not those of its kind."""
     return f"lay the data out as {kind.layout} (docs/data.md) and set runtime.data_roots.{kind.name}"

@@ -17,8 +17,9 @@ from ..core.record import make_identity, write_record
 from ..core.runtime import Runtime, choose_device, device_label, device_slug, prepare_process, torch_dtype
 from ..core.ui import Progress, print_error
 from ..data.cells import DataCell, open_cell
+from ..data.findings import show_few
 from ..data.kinds import IMAGENET_1K
-from ..data.tree import Tree, show_few
+from ..data.tree import Tree
 from ..models.checkpoints import Checkpoint, open_weights
 from ..models.published import Published
 from ..models.registry import kernel_backend

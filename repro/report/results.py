@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ..bench.kernels import find_memory_ratio, read_bench
 from ..bench.pooling import COMMAND, HOST, UNKNOWN, Row, find_slow_operator, mark_host, pool_runs
-from ..core.config import DEFAULT_PROFILE, list_profiles, load_yaml
+from ..core.config import DEFAULT_PROFILE, load_profiles
 from ..core.errors import UserError
 from ..core.paths import Paths
 from ..core.record import read_json
@@ -201,23 +201,18 @@ class Results:
         """Tell whether `make reproduce` writes a record: one of a stage without cells, or of a cell of profiles/mini.yaml."""
         if source.stage is None or source.cell is None:
             return source.stage is not None
-        sections = self._default_profile
+        sections = self._profiles.get(DEFAULT_PROFILE, {})
         return source.stage not in sections or source.cell in (sections[source.stage] or {})
 
     @cached_property
-    def _default_profile(self) -> Mapping[str, Any]:
-        """The sections of the profile that `make reproduce` runs."""
-        return self._load_profile(DEFAULT_PROFILE)
+    def _profiles(self) -> Mapping[str, Mapping[str, Any]]:
+        """The sections of each profile by its name; a checkout may lack some."""
+        return dict(load_profiles(self.paths))
 
-    @cached_property
+    @property
     def _paper_profile(self) -> Mapping[str, Any]:
         """The sections of the profile that trains at the scale of the papers."""
-        return self._load_profile("paper")
-
-    def _load_profile(self, name: str) -> Mapping[str, Any]:
-        """Return the sections of a profile; empty where the checkout lacks it."""
-        file = self.paths.profiles / f"{name}.yaml"
-        return load_yaml(file) if file.is_file() else {}
+        return self._profiles.get("paper", {})
 
     @cached_property
     def _hashes(self) -> set[str]:
@@ -328,8 +323,8 @@ class Results:
     def profile_cells(self) -> dict[str, Any]:
         """The cells of all profiles by `SECTION.NAME`, which has the same definition in all of them."""
         found = {}
-        for profile in list_profiles(self.paths):
-            for section, cells in self._load_profile(profile).items():
+        for content in self._profiles.values():
+            for section, cells in content.items():
                 found |= {f"{section}.{name}": cell for name, cell in (cells or {}).items()}
         return found
 

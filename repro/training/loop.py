@@ -161,7 +161,7 @@ def fit(
     schedule.step_update(run.step)
     if run.step == 0 and ranks.first:
         snapshot(0, training.evaluated)
-    progress = Progress("step", params.epochs * steps, done=run.step, log=print, every_s=0, shown=ranks.first)
+    progress = Progress("step", params.epochs * steps, done=run.step, every_update=True, shown=ranks.first)
     with catch_signals(twice=ranks.world_size > 1) as received, progress, watch.follow(run.step):
         while len(run.curve) < params.epochs:
             # an epoch that was stopped before its evaluation has no batches left, and goes straight to it

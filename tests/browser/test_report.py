@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from repro.core.csvfile import read_csv
+from repro.core.csvfile import parse_csv
 from repro.core.paths import Paths
 from repro.papers.vision_ttt.paper import PAPER as VISION_TTT
 from repro.report.pages import write_report
@@ -79,7 +79,7 @@ def column(page, index: int) -> list[str]:
 
 
 def test_filters_count_as_claims_csv_does(open_page, folder):
-    page, entries = open_page(), read_csv(folder / "claims.csv")
+    page, entries = open_page(), parse_csv((folder / "claims.csv").read_text(encoding="utf-8"), "claims")
     assert shown(page) == len(entries)
     paper = page.locator("article").first
     for status in STATUSES:

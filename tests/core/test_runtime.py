@@ -10,7 +10,6 @@ from repro.core.paths import Paths, expand_home, find_root
 from repro.core.runtime import (
     choose_device,
     cpu_name,
-    describe_cpu,
     describe_machine,
     describe_place,
     device_label,
@@ -28,12 +27,22 @@ MKL = "  - Intel(R) oneAPI Math Kernel Library Version 2024.2-Product Build 2024
 OLD_MKL = "  - Intel(R) Math Kernel Library Version 2019.0.5 Product Build 20190808\n"
 
 
-def test_a_processor_by_its_fields():
+@pytest.fixture
+def processor(monkeypatch):
+    """A function that sets the fields of /proc/cpuinfo."""
+    return lambda fields: monkeypatch.setattr("repro.core.runtime._read_cpuinfo", lambda: fields)
+
+
+def test_a_processor_by_its_fields(processor):
+    def describe(fields):
+        processor(fields)
+        return {name: value for name, value in describe_machine().items() if name.startswith(("family", "flags"))}
+
     flags = ["amx_tile", "avx", "avx2", "avx512_bf16", "avx512f", "fma", "sse4_2"]
-    assert describe_cpu(INTEL) == {"family_model_stepping": "6 143 8", "flags": flags}
+    assert describe(INTEL) == {"family_model_stepping": "6 143 8", "flags": flags}
     unknown = {"family_model_stepping": None, "family_model_stepping_reason": "/proc/cpuinfo does not say it"}
-    assert describe_cpu(ARM) == {"flags": ["asimd", "asimddp", "sve", "sve2"], **unknown}
-    assert describe_cpu({})["flags"] is None and describe_cpu({})["flags_reason"]
+    assert describe(ARM) == {"flags": ["asimd", "asimddp", "sve", "sve2"], **unknown}
+    assert describe({})["flags"] is None and describe({})["flags_reason"]
 
 
 @pytest.mark.parametrize(
@@ -46,14 +55,18 @@ def test_a_processor_by_its_fields():
         ({}, set()),  # unknown
     ],
 )
-def test_a_dtype_without_units_is_emulated(cpuinfo, emulated):
-    assert {dtype for dtype in ("fp32", "bf16", "fp16") if explain_emulation(dtype, cpuinfo)} == emulated
+def test_a_dtype_without_units_is_emulated(processor, cpuinfo, emulated):
+    processor(cpuinfo)
+    assert {dtype for dtype in ("fp32", "bf16", "fp16") if explain_emulation(dtype)} == emulated
 
 
-def test_processors_of_one_name_are_told_apart():
-    named = {**INTEL, "model name": "Intel(R) Xeon(R) Processor @ 2.00GHz"}
-    assert cpu_name(named) == "Intel Xeon Processor @ 2.00GHz family 6 model 143"
-    assert cpu_name({"model name": "Some   CPU"}) == "Some CPU" and cpu_name({})
+def test_processors_of_one_name_are_told_apart(processor):
+    processor({**INTEL, "model name": "Intel(R) Xeon(R) Processor @ 2.00GHz"})
+    assert cpu_name() == "Intel Xeon Processor @ 2.00GHz family 6 model 143"
+    processor({"model name": "Some   CPU"})
+    assert cpu_name() == "Some CPU"
+    processor({})
+    assert cpu_name()
 
 
 @pytest.mark.parametrize(
@@ -89,8 +102,10 @@ def test_root_is_found_from_below_alone(tmp_path, monkeypatch):
     below = tmp_path / "results" / "pretrain"
     below.mkdir(parents=True)
     (below / "params.yaml").write_text("")  # alone it makes no root
-    assert find_root(below) == find_root(tmp_path) == Paths(tmp_path.resolve())
-    assert find_root(below).run_state("pretrain", "nano", "abc") == tmp_path.resolve() / ".runs/pretrain/nano/abc"
+    for folder in (below, tmp_path):
+        monkeypatch.chdir(folder)
+        assert find_root() == Paths(tmp_path.resolve())
+    assert find_root().run_state("pretrain", "nano", "abc") == tmp_path.resolve() / ".runs/pretrain/nano/abc"
     monkeypatch.chdir(tmp_path.parent)
     with pytest.raises(UserError, match="run inside a checkout"):
         find_root()

@@ -1,5 +1,6 @@
 """Small data sets, and the ways in which files are spoilt."""
 
+import dataclasses
 import hashlib
 import json
 import pkgutil
@@ -9,16 +10,17 @@ import pytest
 from PIL import Image
 
 from repro.data.cells import DataCell
-from repro.data.check.run import Depth
+from repro.data.check.run import Depth, check_parts
 from repro.data.findings import PrintAll
-from repro.data.kinds import list_imagenet100
+from repro.data.imagenet100 import WNIDS as IMAGENET_100
+from repro.data.kinds import KINDS, Release
 from repro.data.manifest import Manifest
 from repro.data.settings import ExpectedCounts
 from tests.data_sets.made import picture
 
 CLASSES = {"ant": 5, "bee": 9, "cat": 6}
 WNIDS = ("n01440764", "n01443537", "n01484850")  # timm's classes 0, 1 and 2
-SMALL = ExpectedCounts(classes=3, train=12, val=6)
+SMALL = Release(name="three classes", counts=ExpectedCounts(classes=3, train=12, val=6))
 FULL = Depth(full=True)
 
 
@@ -44,11 +46,12 @@ def make_cell(root: Path, manifest: Manifest) -> DataCell:
     return DataCell(name="mine", manifest_path=root / "manifest.json", manifest=manifest, root=root)
 
 
-def findings(check, root, depth=FULL, **kwargs):
-    """(lines, number of errors, number of warnings)"""
+def findings(kind: str, root: Path, depth: Depth = FULL, official: Release | None = None):
+    """(lines, number of errors, number of warnings); `official` takes the place of the kind's own release."""
+    row = KINDS[kind] if official is None else dataclasses.replace(KINDS[kind], official=official)
     lines: list[str] = []
     report = PrintAll(root, lines.append)
-    check(root, report, depth, **kwargs)
+    check_parts(row, root, report, depth)
     return lines, report.num_errors, report.num_warnings
 
 
@@ -88,7 +91,7 @@ def imagenet(tmp_path: Path) -> Path:
 def imagenet_folder(tmp_path: Path) -> Path:
     """ImageNet's layout with the classes of ImageNet-100 and one more: three training images and one of val each."""
     folder = tmp_path / "imagenet"
-    for wnid in (*list_imagenet100(), "n01440764"):
+    for wnid in (*IMAGENET_100, "n01440764"):
         for split, count in (("train", 3), ("val", 1)):
             place = folder / split / wnid
             place.mkdir(parents=True)

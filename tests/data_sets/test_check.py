@@ -13,12 +13,10 @@ from PIL import Image
 
 from repro.core.errors import RunError, UserError
 from repro.data.ade20k import AdePairs
-from repro.data.check.dense import COCO_2017, CocoCounts, check_ade20k, check_coco
-from repro.data.check.folders import check_imagenet
 from repro.data.check.run import Depth, draw_sample, run_check, run_parallel
 from repro.data.coco import read_instances
 from repro.data.detection import CocoDetection
-from repro.data.kinds import KINDS, load_function
+from repro.data.kinds import KINDS, Release, load_function
 from repro.data.settings import (
     ConnectSettings,
     DetectionTransformSettings,
@@ -32,7 +30,7 @@ from tests.data_sets.made import annotation, image, picture, write_ade20k, write
 
 
 def check_small(root, depth=FULL):
-    return findings(check_imagenet, root, depth, expected=SMALL)
+    return findings("imagenet", root, depth, SMALL)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -50,7 +48,7 @@ def test_a_complete_imagenet(imagenet, workers):
 
 
 def test_against_imagenet_1k_it_is_incomplete(imagenet):
-    lines, errors, _ = findings(check_imagenet, imagenet)
+    lines, errors, _ = findings("imagenet", imagenet)
     assert errors == 4
     text = "\n".join(only(lines, "error"))
     assert "train: 3 classes (missing: n01491361, n01494475, n01496331, ...), 1,000 expected" in text
@@ -140,7 +138,9 @@ def test_other_files_and_other_names_are_warnings(imagenet):
 def test_ten_are_named_and_the_rest_counted(imagenet):
     for number in range(13):
         cut(picture(imagenet / "train" / WNIDS[0] / f"{WNIDS[0]}_{100 + number}.JPEG"))
-    lines, errors, _ = findings(check_imagenet, imagenet, expected=ExpectedCounts(classes=3, train=25, val=6))
+    lines, errors, _ = findings(
+        "imagenet", imagenet, official=Release(name="", counts=ExpectedCounts(classes=3, train=25, val=6))
+    )
     assert errors == 13
     named = only(lines, "error")
     assert [line.split(":")[0][-8:] for line in named[:10]] == [f"{100 + number}.JPEG" for number in range(10)]
@@ -174,18 +174,22 @@ SCENES = ScenesSettings(train=2, tune=1, test=2)
     ],
 )
 def test_a_set_that_the_project_writes(tmp_path, kind, settings, counted, gone, says):
-    root, check = tmp_path / "set", load_function(KINDS[kind].check)
+    root = tmp_path / "set"
     load_function(KINDS[kind].writer)(root, settings)
-    lines, errors, warnings = findings(check, root, Depth(sample=20))
+    lines, errors, warnings = findings(kind, root, Depth(sample=20))
     assert (errors, warnings) == (0, 0) and counted in "\n".join(lines)
     next(root.glob(gone)).unlink()
-    lines, errors, _ = findings(check, root, Depth(sample=20))
+    lines, errors, _ = findings(kind, root, Depth(sample=20))
     assert errors == 1 and says in only(lines, "error")[0]
 
 
 # COCO: 3 training images with 4 instances, 2 validation images with 2 instances, and category ids of COCO
-COUNTS = {"images": {"train": 3, "val": 2}, "instances": {"train": 4, "val": 2}}
-COCO_SMALL = CocoCounts(**COUNTS, category_ids=frozenset({1, 2, 90}))
+COCO_SMALL = Release(
+    name="a part of COCO",
+    counts=ExpectedCounts(classes=3, train=3, val=2),
+    instances={"train": 4, "val": 2},
+    category_ids=frozenset({1, 2, 90}),
+)
 TRAIN_JSON = "annotations/instances_train2017.json"
 
 
@@ -221,7 +225,7 @@ def change(key, *places, **values):
 
 
 def test_a_complete_coco(coco):
-    lines, errors, warnings = findings(check_coco, coco, expected=COCO_SMALL)
+    lines, errors, warnings = findings("coco", coco, official=COCO_SMALL)
     assert (errors, warnings) == (0, 0) and [line.rpartition(": ")[2] for line in lines] == [
         *("3 categories with ids of 1..90", "3 images", "4 instances", "4 of 4 annotations are learned"),
         *("2 of 3 images have targets", "person 50.0%, bicycle 25.0%, toothbrush 25.0%"),
@@ -230,7 +234,8 @@ def test_a_complete_coco(coco):
         "images decode and have the annotations' sizes, all 5",
     ]
     assert [line.count("train2017.json") - line.count("val2017.json") for line in lines] == [1] * 6 + [-1] * 6 + [0]
-    assert len(COCO_2017.category_ids) == 80 and {1, 90} <= COCO_2017.category_ids and 12 not in COCO_2017.category_ids
+    ids = KINDS["coco"].official.category_ids
+    assert len(ids) == 80 and {1, 90} <= ids and 12 not in ids
 
 
 def lie_deeper(root):
@@ -279,12 +284,12 @@ COCO_FAULTS = {
 )
 def test_a_warning_of_coco(coco, plant, says):
     plant(coco)
-    lines, errors, warnings = findings(check_coco, coco, expected=COCO_SMALL)
+    lines, errors, warnings = findings("coco", coco, official=COCO_SMALL)
     assert (errors, warnings) == (0, 1) and says in only(lines, "warning")[0]
 
 
 # ADE20K: 3 + 2 pairs
-ADE_SMALL = ExpectedCounts(classes=150, train=3, val=2)
+ADE_SMALL = Release(name="a part of ADE20K", counts=ExpectedCounts(classes=150, train=3, val=2))
 
 
 def label_map(path: Path, values, size: tuple[int, int] = (40, 32)) -> None:
@@ -303,7 +308,7 @@ def ade(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_complete_ade20k(ade, inside):
     (ade.parent / "ADE20K_2021_17_01").mkdir()  # the other release may lie next to it
-    lines, errors, warnings = findings(check_ade20k, ade.parent if inside else ade, expected=ADE_SMALL)
+    lines, errors, warnings = findings("ade20k", ade.parent if inside else ade, official=ADE_SMALL)
     said = [line.rpartition("ADEChallengeData2016")[2] for line in lines[:5:4]]
     assert (errors, warnings, said) == (0, 0, [": 150 classes", ": images and label maps decode, all 5"])
     assert len(lines) == 6 and "class 150 " in lines[5]
@@ -373,22 +378,22 @@ def read_ade20k(root):
         pairs.read(index)
 
 
-# fixture -> check, counts, faults, what training reads, and faults that it takes: a scan reads no contents, and knows
+# fixture -> kind, release, faults, what training reads, and faults that it takes: a scan reads no contents, and knows
 # neither names nor counts; boxes that leave their images are clipped
 UNSEEN = ("cut", "empty file", "a web page", "count", "wrong map")
 SETS = {
-    "imagenet": (check_imagenet, SMALL, TREE_FAULTS, functools.partial(scan_tree, kind="imagenet"), UNSEEN),
-    "coco": (check_coco, COCO_SMALL, COCO_FAULTS, read_coco, ()),
-    "ade": (check_ade20k, ADE_SMALL, ADE_FAULTS, read_ade20k, ()),
+    "imagenet": ("imagenet", SMALL, TREE_FAULTS, functools.partial(scan_tree, kind="imagenet"), UNSEEN),
+    "coco": ("coco", COCO_SMALL, COCO_FAULTS, read_coco, ()),
+    "ade": ("ade20k", ADE_SMALL, ADE_FAULTS, read_ade20k, ()),
 }
 
 
 @pytest.mark.parametrize(("name", "fault"), [(name, fault) for name in SETS for fault in SETS[name][2]])
 def test_a_fault_is_counted_and_named_and_training_raises_it_or_takes_the_data(request, name, fault):
-    root, (check, expected, faults, read, taken) = request.getfixturevalue(name), SETS[name]
+    root, (kind, official, faults, read, taken) = request.getfixturevalue(name), SETS[name]
     plant, errors, message = faults[fault]
     plant(root)
-    lines, found, _ = findings(check, root, expected=expected)
+    lines, found, _ = findings(kind, root, official=official)
     named = only(lines, "error")
     assert message in "\n".join(named) and found == errors, lines
     assert all("; " in line for line in named), "each says what to do"
@@ -436,7 +441,6 @@ def test_the_users_mistakes(tmp_path, kind, root, message):
 
 def test_each_row_of_the_table_has_its_functions():
     for kind in KINDS.values():
-        assert callable(load_function(kind.check))
         assert (kind.settings_key is None) == (kind.settings is None) and not (kind.embedded and kind.settings is None)
         if kind.embedded:
             writer = load_function(kind.writer)
@@ -445,7 +449,7 @@ def test_each_row_of_the_table_has_its_functions():
 
 def test_a_process_that_dies_ends_the_check_in_one_line():
     with pytest.raises(RunError, match="decoding: a process died, most likely for lack of memory; lower --workers"):
-        list(run_parallel(os._exit, [3] * 40, 2, "decoding"))
+        list(run_parallel(os._exit, [3] * 40, 2))
 
 
 def test_the_limit_of_pixels_is_the_setting_and_errors_are_an_exit_code(tmp_path, repro_cli, monkeypatch):

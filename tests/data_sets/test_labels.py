@@ -9,7 +9,6 @@ from PIL import Image
 
 from repro.core.errors import UserError
 from repro.data.ade20k import AdePairs
-from repro.data.check.dense import check_ade20k
 from repro.data.pixels import read_labels
 from repro.data.prepare import scan_manifest
 from tests.data_sets.conftest import findings, make_cell, only
@@ -56,7 +55,7 @@ EXACT = {
 def test_labels_are_read_exactly(tmp_path, save):
     """Whatever the suffix of the file says."""
     save(tmp_path / "a.jpg")
-    assert np.array_equal(read_labels(tmp_path / "a.jpg"), LABELS)
+    assert np.array_equal(read_labels(tmp_path / "a.jpg")[0], LABELS)
 
 
 MAP = Image.fromarray(LABELS)
@@ -183,7 +182,7 @@ def check(root, *values, names=b"sky\nroad\ncar\n"):
     """The lines and warnings of a check of two splits whose label maps have these values, a row of each."""
     for split in ("training", "validation"):
         write_pair(root, np.array(values, np.uint8).repeat(32).reshape(-1, 32), size=(32, len(values)), split=split)
-    lines, errors, _ = findings(check_ade20k, name_classes(root, names))
+    lines, errors, _ = findings("ade20k", name_classes(root, names))
     return lines, only(lines, "warning"), errors
 
 

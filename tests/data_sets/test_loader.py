@@ -376,4 +376,4 @@ def test_without_shared_memory_nothing_asks_for_it(root, loader_of, monkeypatch,
     monkeypatch.setattr("torch.UntypedStorage._share_fd_cpu_", fail)
     monkeypatch.setattr("torch.UntypedStorage._share_filename_cpu_", fail)
     assert sum(len(labels) for _, labels in loader_of(EvalLoader, plain(root, "val"), batch_size=3, workers=workers))
-    assert sorted(run_parallel(abs, range(-40, 0), 4, "counting")) == [*range(1, 41)]
+    assert sorted(run_parallel(abs, range(-40, 0), 4)) == [*range(1, 41)]

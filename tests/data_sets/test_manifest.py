@@ -13,7 +13,6 @@ from repro.core.config import build
 from repro.core.errors import UserError
 from repro.core.paths import Paths
 from repro.core.runtime import Runtime
-from repro.data.check.dense import check_coco
 from repro.data.embedded.connect import write_connect
 from repro.data.embedded.scenes import write_scenes
 from repro.data.kinds import PrepareData
@@ -206,11 +205,11 @@ def test_the_check_of_the_originals_says_no_more_than_that_much_is_missing(publi
     """With the originals' classes, their counts are expected; with others, the set is one's own."""
     names = MaskRCNN_ResNet50_FPN_Weights.COCO_V1.meta["categories"]
     known = [name for name in names[1:] if name != "N/A"]
-    assert findings(check_coco, published / "coco")[1] == 0
+    assert findings("coco", published / "coco")[1] == 0
     for file in (published / "coco/annotations").iterdir():
         content = json.loads(file.read_text())
         content["categories"] += [{"id": 100 + place, "name": name} for place, name in enumerate(known[:40])]
         file.write_text(json.dumps(content))
-    lines = [line for line in findings(check_coco, published / "coco")[0] if not line.startswith("ok ")]
+    lines = [line for line in findings("coco", published / "coco")[0] if not line.startswith("ok ")]
     # images, instances and categories of each split
     assert len(lines) == 2 * 3 and all(" expected" in line for line in lines), lines

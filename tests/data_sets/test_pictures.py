@@ -14,9 +14,9 @@ from repro.core.errors import UserError
 from repro.core.paths import Paths
 from repro.core.runtime import Runtime
 from repro.data.cells import find_data_root, open_cell
-from repro.data.check.folders import check_folder
-from repro.data.check.run import Depth
+from repro.data.check.run import Depth, check_parts
 from repro.data.findings import RaiseFirst
+from repro.data.kinds import KINDS
 from repro.data.own import parse_own, split_own
 from repro.data.pictures import list_classes
 from repro.data.prepare import prepare_own, scan_manifest
@@ -113,7 +113,7 @@ def test_a_file_that_may_be_a_picture_and_is_not_read_is_counted_and_named(pets,
     for _ in range(2):  # the second time from the listing that was kept
         scan_manifest(packed, "folder", report=RaiseFirst(progress=True))
         assert len(said()) == 2
-    lines, _, _ = findings(check_folder, link_splits(pets, tmp_path / "split"))
+    lines, _, _ = findings("folder", link_splits(pets, tmp_path / "split"))
     assert len([line for line in only(lines, "warning") if named in line]) == 2
     (tmp_path / "pets/list.csv").write_text(f"file,label\ncat/0.jpg,cat\ndog/a{suffix},dog\n")
     with pytest.raises(UserError, match="line 3.*dog/a"):
@@ -214,7 +214,7 @@ def test_splits_by_any_common_name_are_read_as_splits_and_said(tmp_path, capsys,
     tree = cell.open_tree()
     assert tree.classes == ("cat", "dog")
     assert tree.folder("train") == root / train and tree.folder(cell.row.reported_split) == root / held_out
-    lines, errors, _ = findings(check_folder, root)
+    lines, errors, _ = findings("folder", root)
     assert errors == 0 and any(f"{held_out}/ is held out" in line for line in lines)
     assert scan_manifest(root, "folder") == cell.manifest
     for idle in set(folders) - {train, held_out, "tune"}:
@@ -237,7 +237,7 @@ def test_folders_that_look_like_splits_are_refused_before_anything_is_linked(tmp
     root = nest(tmp_path / "set", *OPEN[form])
     for try_it in (
         lambda: prepare_own(f"folder:{root}", Paths(tmp_path / "checkout"), Runtime(data_roots={})),
-        lambda: check_folder(root, RaiseFirst(), Depth()),
+        lambda: check_parts(KINDS["folder"], root, RaiseFirst(), Depth()),
         lambda: scan_manifest(root, "folder"),
     ):
         with pytest.raises(UserError, match=f"{root}(/val|/train)?: .*/") as caught:

@@ -25,7 +25,8 @@ from repro.data.cells import open_cell
 from repro.data.check.run import run_check
 from repro.data.classification import ImageFolder
 from repro.data.embedded import cifar
-from repro.data.kinds import KINDS, PrepareData, list_imagenet100, list_wnids
+from repro.data.imagenet100 import WNIDS
+from repro.data.kinds import KINDS, PrepareData, list_wnids
 from repro.data.manifest import read_manifest
 from repro.data.prepare import prepare
 from stages import environment
@@ -232,7 +233,7 @@ def test_the_check_of_imagenet100(tmp_path, imagenet_folder):
     root = prepared(tmp_path, IMAGENET, imagenet=imagenet_folder).root
     run_check("imagenet100", root, FULL, emit=lines.append)
     assert "no errors" in lines[-1]
-    next((root / "tune" / list_imagenet100()[0]).iterdir()).resolve().write_bytes(b"cut short")
+    next((root / "tune" / WNIDS[0]).iterdir()).resolve().write_bytes(b"cut short")
     with pytest.raises(RunError, match="1 error"):
         run_check("imagenet100", root, FULL, emit=lines.append)
 

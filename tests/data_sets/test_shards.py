@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from repro.core.errors import UserError
-from repro.data.check.folders import check_imagenet
 from repro.data.classification import ImageFolder
 from repro.data.prepare import scan_manifest
 from repro.data.tree import Tree, scan_tree
@@ -135,7 +134,7 @@ def test_the_check_reads_archives(imagenet, tmp_path):
     with open(archive, "r+b") as stream:
         stream.seek(victim.offset_data)
         stream.write(b"no image")
-    lines, _, _ = findings(check_imagenet, packed, expected=SMALL)
+    lines, _, _ = findings("imagenet", packed, official=SMALL)
     (error,) = only(lines, "error")
     name = f"{archive.relative_to(packed)}/{victim.name.rsplit('/')[-1]}"
     assert "unreadable image" in error and name in error and "ok       train: 12 images" in lines
@@ -143,7 +142,7 @@ def test_the_check_reads_archives(imagenet, tmp_path):
 
 def test_the_check_reads_on_after_a_damaged_archive(packed):
     cut(packed), twice(packed)
-    errors = "\n".join(only(findings(check_imagenet, packed, expected=SMALL)[0], "error"))
+    errors = "\n".join(only(findings("imagenet", packed, official=SMALL)[0], "error"))
     assert f"train/{WNIDS[1]}.tar: cut short within" in errors
     assert "is there twice; remove one archive or image" in errors
     # a faulty listing is not kept

@@ -14,7 +14,6 @@ from repro.core.errors import UserError
 from repro.core.paths import Paths
 from repro.core.runtime import Runtime
 from repro.data.cells import open_cell
-from repro.data.check.folders import check_folder
 from repro.data.classification import ImageFolder
 from repro.data.kinds import PrepareData
 from repro.data.prepare import prepare
@@ -210,7 +209,7 @@ def test_a_search_takes_a_folder_that_has_a_tune(pictures, monkeypatch):
 
 
 def test_the_check_names_a_broken_picture(pictures):
-    assert findings(check_folder, pictures)[1] == 0
+    assert findings("folder", pictures)[1] == 0
     cut(pictures / "test/dog/0001.jpg")
-    lines, errors, _ = findings(check_folder, pictures)
+    lines, errors, _ = findings("folder", pictures)
     assert errors == 1 and "test/dog/0001.jpg" in only(lines, "error")[0]

@@ -13,84 +13,51 @@ from typing import Any
 import numpy as np
 
 from ..classification import read_rgb
-from ..findings import Finding, Reporter, compare_counts, count
-from ..kinds import GROUND_TRUTH, IMAGENET_1K, KINDS, list_wnids
+from ..findings import Finding, Reporter, compare_counts, count, show_few
+from ..kinds import GROUND_TRUTH, Kind, list_wnids
 from ..latents import read_latents
 from ..pictures import describe_splits
 from ..pixels import UNREADABLE, judge_error
-from ..settings import ExpectedCounts
-from ..tree import ImageBytes, Tree, scan_tree, show_few
+from ..tree import ImageBytes, Tree, scan_tree
 from .run import Depth, describe_extent, draw_sample, run_parallel
 
-CIFAR_IMAGES = 60_000
-DIGITS_IMAGES = 1797  # the scans of scikit-learn's load_digits
+# name of an image in ILSVRC2012_img_val.tar, with its number from 1
 _VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\.")
-_WRITE_AGAIN = "remove the folder and run `repro prepare-data` to write it again"
 # Beyer et al. 2020 (ReaL) relabelled the validation images; about nine tenths of the original labels are among the new
 # ones. With folders that were filled from a wrong map, about one image in a thousand agrees.
 _AGREEMENT = 0.75
 
 
-def check_tree(
-    root: Path,
-    report: Reporter,
-    depth: Depth,
-    *,
-    kind: str,
-    expected: ExpectedCounts | None = None,
-    images: int | None = None,
-    advice: str = _WRITE_AGAIN,
-) -> None:
+def check_tree(root: Path, row: Kind, report: Reporter, depth: Depth) -> None:
     """Check layout, class folders, counts and files of a set of class folders, and that no pair is incomplete.
-
-    Args:
-        report, depth: the receiver of the findings, and the number of images to decode.
-        expected, images: the counts of a complete set by split, and of all its splits together; None where unknown.
-        advice: what the user should do about a bad file.
 
     Raises:
         UserError: a folder cannot be listed.
         RunError: a decoding process died.
     """
-    tree, class_names = scan_tree(root, kind, report), KINDS[kind].class_names
-    named = class_names() if class_names else ()
+    tree = scan_tree(root, row.at(root), report)
+    expected, named = row.official and row.official.counts, row.class_names() if row.class_names else ()
     for split, files in tree.splits.items():
         folder, present = tree.folder(split), np.unique(files.targets)
         wanted = expected.classes if expected else len(named) or None
         missing = sorted(set(named) - {tree.classes[target] for target in present}) if wanted == len(named) else []
         unit = "classes" + (f" (missing: {show_few(missing)})" if missing else "")
-        compare_counts(report, folder, unit, len(present), wanted, "complete the classes" if expected else advice)
+        compare_counts(report, folder, unit, len(present), wanted, "complete the classes" if expected else row.renewal)
         subset = "complete the data; for a subset, change prepare_data.<cell>.expected"
         compare_counts(report, folder, "images", len(files.names), expected and getattr(expected, split), subset)
-        if tree.kind.paired:
+        if row.paired:
             names, counts = np.unique(files.names, return_counts=True)
             report.ok(folder, count(int((counts == 2).sum()), "pair"))
             single = [f"{os.fsdecode(name)} is in one class alone" for name in names[counts == 1].tolist()]
-            report.errors([(folder, problem) for problem in single], advice)
-    if tree.kind.other_splits and tree.splits:
+            report.errors([(folder, problem) for problem in single], row.renewal)
+    if row.other_splits and tree.splits:
         report.ok(root, describe_splits(root, tree.kind.splits))
-    if images is not None and len(tree.splits) == len(tree.kind.splits):
+    if row.num_images is not None and len(tree.splits) == len(row.splits):
         found = sum(len(files.names) for files in tree.splits.values())
-        compare_counts(report, root, "images in all splits together", found, images, advice)
-    if kind == "imagenet" and "val" in tree.splits:
+        compare_counts(report, root, "images in all splits together", found, row.num_images, row.renewal)
+    if row.name == "imagenet" and "val" in tree.splits:
         _check_val_mapping(tree, report)
-    _check_files(tree, report, depth, advice)
-
-
-# `KINDS` names these functions in strings, so they only look unused. The splits of data sets that `repro prepare-data`
-# writes are settings, but the total may be known
-check_digits = partial(check_tree, kind="digits", images=DIGITS_IMAGES)
-check_digits_wild = partial(check_tree, kind="digits_wild")  # a setting gives the number of copies of a scan
-check_cifar10, check_cifar100 = (
-    partial(check_tree, kind=kind, images=CIFAR_IMAGES) for kind in ("cifar10", "cifar100")
-)
-check_connect = partial(check_tree, kind="connect")
-check_latents = partial(check_tree, kind="latents", advice="compute it again")
-check_imagenet100 = partial(check_tree, kind="imagenet100")
-check_folder = partial(check_tree, kind="folder", advice="replace the file or remove it")
-check_imagenet = partial(
-    check_tree, kind="imagenet", expected=IMAGENET_1K, advice="get it again: unpack its archive again"
-)
+    _check_files(tree, report, depth)
 
 
 def _check_val_mapping(tree: Tree, report: Reporter) -> None:
@@ -134,9 +101,9 @@ def _make_reader(tree: Tree, depth: Depth) -> Callable[[ImageBytes], Any]:
     return partial(read_latents, shape=shape)
 
 
-def _check_files(tree: Tree, report: Reporter, depth: Depth, advice: str) -> None:
+def _check_files(tree: Tree, report: Reporter, depth: Depth) -> None:
     """Report empty files, and sampled files that the loaders cannot read."""
-    what = "latents" if tree.kind.suffixes else "image"
+    advice, what = tree.kind.renewal, "latents" if tree.kind.name == "latents" else "image"
     judge = partial(_judge_file, read=_make_reader(tree, depth), advice=advice, what=what)
     full = {split: np.flatnonzero(files.sizes) for split, files in tree.splits.items()}
     for split, files in tree.splits.items():
@@ -145,7 +112,7 @@ def _check_files(tree: Tree, report: Reporter, depth: Depth, advice: str) -> Non
     picked = draw_sample({split: len(indices) for split, indices in full.items()}, depth)
     chosen = [(split, int(full[split][place])) for split, places in picked.items() for place in places]
     files = [(tree.path(*one), tree.source(*one)) for one in chosen]
-    results = list(run_parallel(judge, files, depth.workers, "decoding"))
+    results = list(run_parallel(judge, files, depth.workers))
     report.add_mixed([finding for finding in results if finding])
     for split, places in picked.items():
         damaged = sum(of == split and finding is not None for (of, _), finding in zip(chosen, results, strict=True))

@@ -15,10 +15,12 @@ from ...core.children import leave_with_parent
 from ...core.errors import RunError, UserError, did_you_mean
 from ...core.runtime import Runtime, choose_workers
 from ...core.ui import track
-from ..findings import PrintAll, count
-from ..kinds import KINDS, load_function
+from ..findings import PrintAll, Reporter, count
+from ..kinds import KINDS, Kind, load_function
 
-_CHUNK = 16
+# format of a part -> its check, called with (folder, kind, report, depth)
+_CHECKS = {"folders": "folders.check_tree", "coco": "dense.check_coco", "ade20k": "dense.check_ade20k"}
+_CHUNK = 16  # files that a decoding process takes at once
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,12 +47,18 @@ def run_check(kind: str, root: Path, depth: Depth, *, emit: Callable[[str], None
     if not root.is_dir():
         problem = "is not a folder" if root.exists() else "no such folder"
         raise UserError(f"{root}: {problem}; give the folder that holds {row.layout} (docs/data.md)")
-    load_function(row.check)(root, report, depth)
+    check_parts(row, root, report, depth)
     warned = count(report.num_warnings, "warning")
     if report.num_errors:
         errors = count(report.num_errors, "error")
         raise RunError(f"data check {kind}: {errors}, {warned} in {root}; the lines above say what to do")
     emit(f"{kind} at {root}: no errors, {warned}")
+
+
+def check_parts(row: Kind, root: Path, report: Reporter, depth: Depth) -> None:
+    """Check a data set of a kind, part by part; raises as `folders.check_tree`."""
+    for part, prefix in row.parts.items():
+        load_function(f"check.{_CHECKS[part]}")(root / prefix, row, report, depth)
 
 
 def draw_sample(sizes: Mapping[str, int], depth: Depth) -> dict[str, list[int]]:
@@ -75,11 +83,11 @@ def describe_extent(chosen: int, total: int, depth: Depth) -> str:
     return f"{chosen:,} of {total:,} (a sample, seed {depth.seed}; --full takes all)"
 
 
-def run_parallel(function: Callable[[Any], Any], items: Sequence[Any], workers: int, label: str) -> Iterator[Any]:
+def run_parallel(function: Callable[[Any], Any], items: Sequence[Any], workers: int) -> Iterator[Any]:
     """Yield `function(item)` for each item, in order, with a progress bar; raises RunError if a worker process died.
 
-    `function` must be importable by worker processes, and must return a fault instead of raising it. With one worker it
-    runs in the calling process.
+    `function` decodes files. It must be importable by worker processes, and must return a fault instead of raising it.
+    With one worker it runs in the calling process.
     """
     with contextlib.ExitStack() as stack:
         results: Iterator[Any] = map(function, items)
@@ -90,9 +98,9 @@ def run_parallel(function: Callable[[Any], Any], items: Sequence[Any], workers: 
             # state
             results = pool.map(function, items, chunksize=_CHUNK)
         try:
-            yield from track(results, label, len(items))
+            yield from track(results, "decoding", len(items))
         except BrokenProcessPool:
-            raise RunError(f"{label}: a process died, most likely for lack of memory; lower --workers") from None
+            raise RunError("decoding: a process died, most likely for lack of memory; lower --workers") from None
 
 
 def _start_worker() -> None:

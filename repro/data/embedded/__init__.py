@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from ...core.errors import UserError
 from ...core.record import write_json
+from ..kinds import KINDS
 from ..settings import TuneSplitSettings
 
-_MARKER = "generated.json"
+_MARKER = "generated.json"  # only a tree that has it may be replaced
 
 
 @contextlib.contextmanager
@@ -27,7 +29,7 @@ def new_tree(root: Path, kind: str, settings: Any, folders: Iterable[str]) -> It
     """Yield a new tree of empty `folders`, which replaces `root` on success.
 
     The tree is written next to `root` and renamed at the end, so that an interrupted call leaves no half-written tree.
-    The kind and the settings, a dataclass, go into its `generated.json`, which marks trees that may be replaced.
+    The kind and the settings, a dataclass, go into its `generated.json`.
 
     Raises:
         UserError: `root` holds files that this function did not write.
@@ -51,6 +53,19 @@ def new_tree(root: Path, kind: str, settings: Any, folders: Iterable[str]) -> It
             # another process was faster; the comparison with the manifest will check its tree
             if not (root / _MARKER).is_file():
                 raise
+
+
+def list_class_folders(kind: str, classes: Iterable[str]) -> list[str]:
+    """Return the folders of a new tree by class: `<split>/<class>` for every split of the kind."""
+    return [f"{split}/{name}" for split in KINDS[kind].splits for name in classes]
+
+
+def save_png(pixels: np.ndarray, file: Path) -> None:
+    """Save pixels (H, W) or (H, W, 3) uint8 as an uncompressed PNG.
+
+    Manifests hold the sizes of files, which must not depend on the version of zlib. Such files also decode faster.
+    """
+    Image.fromarray(pixels).save(file, compress_level=0)
 
 
 def choose_tune(targets: np.ndarray, settings: TuneSplitSettings, where: Path, classes: Sequence[str]) -> np.ndarray:

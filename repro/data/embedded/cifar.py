@@ -4,14 +4,14 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 from torchvision.datasets import CIFAR10, CIFAR100
 
 from ...core.errors import UserError
 from ...core.hashing import require_hash
 from ...core.ui import track
+from ..pixels import explain_error
 from ..settings import TuneSplitSettings
-from . import choose_tune, new_tree
+from . import choose_tune, list_class_folders, new_tree, save_png
 
 _READERS = {"cifar10": CIFAR10, "cifar100": CIFAR100}
 # hashes of the published archives from Keras' data set loaders; torchvision has only their MD5 sums and those of the
@@ -41,15 +41,12 @@ def _write(kind: str, root: Path, settings: TuneSplitSettings, source: Path) -> 
             f"{folder}: {state}; run `repro prepare-data --cell {kind} --download`, or unpack {reader.filename} in {source}"
         ) from None
     in_tune = choose_tune(np.array(train.targets), settings, folder, train.classes)
-    classes = [f"{split}/{name}" for split in ("train", "tune", "test") for name in train.classes]
-    with new_tree(root, kind, settings, classes) as tree:
+    with new_tree(root, kind, settings, list_class_folders(kind, train.classes)) as tree:
         for split, images in (("train", train), ("test", test)):
             pairs = zip(images.data, images.targets)
             for number, (pixels, target) in enumerate(track(list(pairs), f"writing {split}", unit="images")):
                 place = "tune" if split == "train" and in_tune[number] else split
-                # stored uncompressed, as the digits are: the size of a file then does not depend on the zlib version
-                file = tree / place / train.classes[target] / f"{number:05d}.png"
-                Image.fromarray(pixels).save(file, compress_level=0)
+                save_png(pixels, tree / place / train.classes[target] / f"{number:05d}.png")
 
 
 def _download(kind: str, source: Path) -> None:
@@ -63,13 +60,12 @@ def _download(kind: str, source: Path) -> None:
         source.mkdir(parents=True, exist_ok=True)
         reader(source, download=True)
     except (RuntimeError, OSError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(
-            f"{reader.url}: could not be downloaded ({reason}); get it elsewhere, and unpack it in {source}"
-        ) from None
+        problem = f"could not be downloaded ({explain_error(error)})"
+        raise UserError(f"{reader.url}: {problem}; get it elsewhere, and unpack it in {source}") from None
     if (archive := source / reader.filename).is_file():
         require_hash(archive, _SHA256[kind])
 
 
+# the names that rows of `KINDS` have as `writer` and `download`
 write_cifar10, write_cifar100 = (partial(_write, kind) for kind in ("cifar10", "cifar100"))
 download_cifar10, download_cifar100 = (partial(_download, kind) for kind in ("cifar10", "cifar100"))

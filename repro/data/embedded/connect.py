@@ -14,17 +14,15 @@ both images.
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
 from ...core.errors import UserError
 from ...core.ui import track
 from ..kinds import KINDS
 from ..settings import ConnectSettings
-from . import new_tree
+from . import list_class_folders, new_tree, save_png
 
-SPLITS = KINDS["connect"].splits
-_QUARTER_TURNS = np.array([1, 1j, -1, -1j])[:, None]  # exact, unlike exp(1j * angle)
-_SAMPLES_PER_PX = 2
+_QUARTER_TURNS = np.array([1, 1j, -1, -1j])[:, None]  # of arms 0 to 3; exact, unlike exp(1j * angle)
+_SAMPLES_PER_PX = 2  # points of a curve for each pixel of its length
 _COARSE = 4  # every fourth sample is tested for clearance
 _CANDIDATES = 32  # pairs of curves in one vectorised proposal
 _PROPOSALS = 8  # proposals for a pair of curves, given those already placed
@@ -39,17 +37,15 @@ def write_connect(root: Path, settings: ConnectSettings) -> None:
     Raises:
         UserError: as `new_tree`, or the curves do not fit into an image.
     """
-    folders = [f"{split}/{name}" for split in SPLITS for name in settings.CLASSES]
-    with new_tree(root, "connect", settings, folders) as tree:
-        for index, split in enumerate(SPLITS):
+    with new_tree(root, "connect", settings, list_class_folders("connect", settings.CLASSES)) as tree:
+        for index, split in enumerate(KINDS["connect"].splits):
             for number in track(
                 range(getattr(settings, f"{split}_pairs")), f"drawing {root.name}, {split}", unit="pairs"
             ):
                 # one generator per pair: with more pairs, the first ones stay the same
                 rng = np.random.Generator(np.random.PCG64((settings.seed, index, number)))
                 for name, pixels in zip(settings.CLASSES, draw_pair(rng, settings)):
-                    # stored uncompressed, like those of `digits`
-                    Image.fromarray(pixels).save(tree / split / name / f"pair_{number:05d}.png", compress_level=0)
+                    save_png(pixels, tree / split / name / f"pair_{number:05d}.png")
 
 
 def draw_pair(rng: np.random.Generator, settings: ConnectSettings) -> np.ndarray:
@@ -104,20 +100,24 @@ def place_curves(rng: np.random.Generator, settings: ConnectSettings) -> list[tu
 def _propose(rng: np.random.Generator, dashes: int, settings: ConnectSettings) -> tuple[np.ndarray, np.ndarray]:
     """Propose N <= 32 pairs of curves inside the image: arms (N, 4, P) and bends (N, 4, Q).
 
-    The curvature of an arm is piecewise linear.
+    An arm has `dashes` dashes, and its curvature is piecewise linear. All is first built around the origin, with arm 0
+    along the x axis, and then turned and shifted.
     """
     period, radius, reach = settings.dash_px + settings.gap_px, settings.bend_radius_px, settings.curvature
     along = np.arange(_SAMPLES_PER_PX * (dashes * period - settings.gap_px / 2) + 1) / _SAMPLES_PER_PX
-    # hat functions: the curvature is linear between knots that are one dash and gap apart
+    # (dashes + 1, P) hat functions: the curvature is linear between knots that are one dash and gap apart
     knots = np.maximum(0, 1 - np.abs(along / period - np.arange(dashes + 1)[:, None]))
     curvature = rng.uniform(-reach, reach, (_CANDIDATES, 4, dashes + 1)) @ knots
+    # a sample's direction is the integral of the curvature, and its place that of the directions
     steps = np.exp(1j * np.cumsum(curvature, axis=2) / _SAMPLES_PER_PX) / _SAMPLES_PER_PX
     arms = radius + np.cumsum(steps, axis=2) - steps[:, :, :1]
+    # a quarter circle from the beginning of arm 1 to that of arm 0
     bend = radius * (1 + 1j + np.exp(1j * np.linspace(np.pi, 1.5 * np.pi, _SAMPLES_PER_PX * period + 1)))
     tilt = np.radians(45 + rng.uniform(-settings.tilt_degrees, settings.tilt_degrees, (_CANDIDATES, 1, 1)))
     turns = np.exp(1j * tilt) * 1j ** rng.integers(4, size=(_CANDIDATES, 1, 1)) * _QUARTER_TURNS
     arms, bends = turns * arms, turns * bend
     ends, rim = np.stack([arms.real, arms.imag]), settings.marker_px / 2 + 1
+    # (2, N) smallest and largest shift, in x and in y, that keeps the arms inside
     low, high = np.ceil(rim - ends.min(axis=(2, 3))), np.floor(settings.image_size - 1 - rim - ends.max(axis=(2, 3)))
     inside = (low <= high).all(axis=0)
     # whole pixels: a bend and its rotation by 90 degrees then cover the same pixels, rotated

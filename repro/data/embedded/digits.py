@@ -6,11 +6,8 @@ import numpy as np
 from PIL import Image
 
 from ...core.ui import track
-from ..kinds import KINDS
 from ..settings import DigitsSettings
-from . import new_tree
-
-SPLITS = KINDS["digits"].splits
+from . import list_class_folders, new_tree, save_png
 
 
 def write_digits(root: Path, settings: DigitsSettings) -> None:
@@ -22,13 +19,10 @@ def write_digits(root: Path, settings: DigitsSettings) -> None:
     """
     scans, targets = load_scans()
     split_of = choose_splits(targets, settings.tune_fraction, settings.test_fraction, settings.seed)
-    folders = [f"{split}/{name}" for split in SPLITS for name in settings.CLASSES]
-    with new_tree(root, "digits", settings, folders) as tree:
+    with new_tree(root, "digits", settings, list_class_folders("digits", settings.CLASSES)) as tree:
         for number, (scan, digit) in enumerate(track(list(zip(scans, targets)), f"writing {root.name}", unit="images")):
             large = Image.fromarray(scan).resize((settings.image_size, settings.image_size), Image.Resampling.BICUBIC)
-            # stored uncompressed: file sizes are in the manifest and must not depend on the zlib version; it also
-            # decodes faster
-            large.save(tree / split_of[number] / settings.CLASSES[digit] / f"scan_{number:04d}.png", compress_level=0)
+            save_png(np.asarray(large), tree / split_of[number] / settings.CLASSES[digit] / f"scan_{number:04d}.png")
 
 
 def load_scans() -> tuple[np.ndarray, np.ndarray]:

@@ -3,16 +3,12 @@
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
 from ...core.ui import track
-from ..kinds import KINDS
 from ..settings import WildDigitsSettings
-from . import new_tree
+from . import list_class_folders, new_tree, save_png
 from .digits import choose_splits, load_scans
 from .drawing import cover, draw_ground, draw_level, enlarge, finish
-
-SPLITS = KINDS["digits_wild"].splits
 
 
 def write_digits_wild(root: Path, settings: WildDigitsSettings) -> None:
@@ -23,14 +19,12 @@ def write_digits_wild(root: Path, settings: WildDigitsSettings) -> None:
     """
     scans, targets = load_scans()
     split_of = choose_splits(targets, settings.tune_fraction, settings.test_fraction, settings.split_seed)
-    folders = [f"{split}/{name}" for split in SPLITS for name in settings.CLASSES]
-    with new_tree(root, "digits_wild", settings, folders) as tree:
+    with new_tree(root, "digits_wild", settings, list_class_folders("digits_wild", settings.CLASSES)) as tree:
         for number, (scan, digit) in enumerate(track(list(zip(scans, targets)), f"drawing {root.name}", unit="scans")):
             for copy in range(settings.train_copies if split_of[number] == "train" else 1):
                 rng = np.random.Generator(np.random.PCG64((settings.seed, number, copy)))
                 file = tree / split_of[number] / settings.CLASSES[digit] / f"scan_{number:04d}_{copy}.png"
-                # stored uncompressed, like those of `digits`
-                Image.fromarray(draw_image(rng, scan, settings)).save(file, compress_level=0)
+                save_png(draw_image(rng, scan, settings), file)
 
 
 def draw_image(rng: np.random.Generator, scan: np.ndarray, settings: WildDigitsSettings) -> np.ndarray:

@@ -10,7 +10,7 @@ from PIL import Image
 from ..settings import DrawnDigits
 
 TEXTURES = ("clouds", "stripes", "checks")
-MID_GREY = 127.5
+_MID_GREY = 127.5  # between black (0) and white (255)
 # grey levels of a scan, 0 to 255, at which a stroke begins to cover the ground, belongs to its mask, and covers the
 # ground fully
 _FAINT, INK, _FULL = 60, 100, 140
@@ -19,7 +19,7 @@ _NOISE = 8  # amplitude of the uniform noise in grey levels
 
 def draw_level(rng: np.random.Generator, settings: DrawnDigits) -> float:
     """Draw the grey level of a digit's ink, brighter than mid-grey."""
-    return MID_GREY * (1 + rng.uniform(*settings.contrast))
+    return _MID_GREY * (1 + rng.uniform(*settings.contrast))
 
 
 def cover(ink: np.ndarray) -> np.ndarray:
@@ -46,28 +46,30 @@ def draw_ground(rng: np.random.Generator, size: int, settings: DrawnDigits) -> t
     canvas, labels = np.empty((size, size)), np.empty((size, size), dtype=np.uint8)
     for side, kind in zip((beyond, ~beyond), rng.permutation(len(TEXTURES))[:2], strict=True):
         pattern = _texture(rng, TEXTURES[kind], x, y)
-        canvas[side] = (MID_GREY * (1 + rng.uniform(*settings.texture_contrast) * pattern))[side]
+        canvas[side] = (_MID_GREY * (1 + rng.uniform(*settings.texture_contrast) * pattern))[side]
         labels[side] = kind
     return canvas, labels
 
 
 def _texture(rng: np.random.Generator, kind: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Draw a pattern with values in [-1, 1] at the coordinates x, y."""
+    """Draw a pattern (size, size) with values in [-1, 1] at the coordinates x, y (size, size) in pixels."""
     if kind == "clouds":
         octaves = [rng.integers(256, size=(cells, cells), dtype=np.uint8) for cells in (4, 8, 16, 32, 64)]
         grown = [np.asarray(Image.fromarray(noise).resize(x.shape, Image.Resampling.BICUBIC)) for noise in octaves]
         # factor 2: the mean of octaves varies less than each of them
-        return np.clip(2 * (np.mean(grown, axis=0) / MID_GREY - 1), -1, 1)
-    angle, pixels, (first, second) = rng.uniform(0, np.pi), rng.uniform(6, 24), rng.uniform(0, 2 * np.pi, size=2)
+        return np.clip(2 * (np.mean(grown, axis=0) / _MID_GREY - 1), -1, 1)
+    # the phases are those of the two directions of a checkerboard
+    angle, wavelength, (first, second) = rng.uniform(0, np.pi), rng.uniform(6, 24), rng.uniform(0, 2 * np.pi, size=2)
     along, across = x * np.cos(angle) + y * np.sin(angle), y * np.cos(angle) - x * np.sin(angle)
-    wave = np.sin(2 * np.pi * along / pixels + first)
-    return wave if kind == "stripes" else np.sign(wave) * np.sign(np.sin(2 * np.pi * across / pixels + second))
+    wave = np.sin(2 * np.pi * along / wavelength + first)
+    return wave if kind == "stripes" else np.sign(wave) * np.sign(np.sin(2 * np.pi * across / wavelength + second))
 
 
 def enlarge(scan: np.ndarray, side: int, degrees: float) -> np.ndarray:
-    """Enlarge a scan's ink, uint8, to a width of `side` pixels, and rotate it.
+    """Enlarge a scan's ink (8, 8) uint8 to a width of `side` pixels, and rotate it.
 
-    A rim of one scan pixel is added, in which the strokes fade out.
+    A rim of one scan pixel is added, in which the strokes fade out: the result is a square of side * 10 / 8 pixels or,
+    rotated, the larger square around it.
     """
     whole = round(side * 10 / 8)
     large = Image.fromarray(np.pad(scan, 1)).resize((whole, whole), Image.Resampling.BICUBIC)

@@ -10,7 +10,7 @@ from ...core.ui import track
 from ..imagenet100 import WNIDS
 from ..settings import TuneSplitSettings
 from ..tree import scan_tree
-from . import choose_tune, new_tree
+from . import choose_tune, list_class_folders, new_tree
 
 
 def write_imagenet100(root: Path, settings: TuneSplitSettings, source: Path) -> None:
@@ -27,18 +27,17 @@ def write_imagenet100(root: Path, settings: TuneSplitSettings, source: Path) -> 
         raise UserError(
             f"{source}: lacks {len(missing)} of the classes of ImageNet-100, the first of them {missing[0]}; unpack them there"
         )
-    places = np.flatnonzero(np.isin(whole.classes, WNIDS))
-    classes = [f"{split}/{name}" for split in ("train", "tune", "test") for name in sorted(WNIDS)]
-    with new_tree(root, "imagenet100", settings, classes) as tree:
-        for split, place in (("train", "train"), ("val", "test")):
+    places = np.flatnonzero(np.isin(whole.classes, WNIDS))  # indices of the hundred classes among the thousand
+    with new_tree(root, "imagenet100", settings, list_class_folders("imagenet100", WNIDS)) as tree:
+        for split in ("train", "val"):
             files = whole.splits[split]
             chosen = np.flatnonzero(np.isin(files.targets, places))
-            in_tune = None
+            goes_to = np.full(len(chosen), "test", dtype=object)
             if split == "train":
                 in_tune = choose_tune(files.targets[chosen], settings, source / split, whole.classes)
-            for number, index in enumerate(track(chosen.tolist(), f"linking {split}", unit="images")):
-                folder = tree / ("tune" if in_tune is not None and in_tune[number] else place)
-                file = folder / whole.classes[files.targets[index]] / os.fsdecode(files.names[index])
+                goes_to = np.where(in_tune, "tune", "train")
+            for index, goal in zip(track(chosen.tolist(), f"linking {split}", unit="images"), goes_to.tolist()):
+                file = tree / goal / whole.classes[files.targets[index]] / os.fsdecode(files.names[index])
                 if files.archives is None:
                     file.symlink_to(whole.path(split, index))
                 else:

@@ -16,21 +16,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 from pycocotools import mask as rle
 
 from ...core.ui import track
 from ..ade20k import FOLDERS
 from ..kinds import KINDS
 from ..settings import ScenesSettings
-from . import new_tree
+from . import new_tree, save_png
 from .digits import choose_splits, load_scans
 from .drawing import INK, TEXTURES, cover, draw_ground, draw_level, enlarge, finish
 
+# names of the classes 1..13 of segmentation; detection has the digits alone
 CLASSES = (*(f"digit {digit}" for digit in range(10)), *TEXTURES)
 CATEGORY_IDS = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89)  # ids of the digits 0..9, with gaps as in COCO
-Room = tuple[tuple[int, int], np.ndarray]
-SPLITS = KINDS["scenes"].splits
 _VISIBLE_PX = 20  # a digit with fewer visible pixels is not an instance
 _TRIES = 50  # positions tried for a digit that must lie apart from the others
 
@@ -43,11 +41,12 @@ def write_scenes(root: Path, settings: ScenesSettings) -> None:
     """
     scans, targets = load_scans()
     split_of = choose_splits(targets, settings.tune_fraction, settings.test_fraction, settings.split_seed)
-    folders = [f"{part}/{ade}" for ade in map(FOLDERS.get, SPLITS) for part in ("ade20k/images", "ade20k/annotations")]
-    folders += ["coco/annotations", *(f"coco/{split}2017" for split in SPLITS)]
+    splits, folders = KINDS["scenes"].splits, ["coco/annotations"]
+    for split in splits:
+        folders += [f"coco/{split}2017", *(f"ade20k/{part}/{FOLDERS[split]}" for part in ("images", "annotations"))]
     with new_tree(root, "scenes", settings, folders) as tree:
         first_id = 1  # of the split's images; ids continue from split to split
-        for index, split in enumerate(SPLITS):
+        for index, split in enumerate(splits):
             photos = tree / "coco" / f"{split}2017"
             copies, maps = (tree / "ade20k" / part / FOLDERS[split] for part in ("images", "annotations"))
             members = np.flatnonzero(split_of == split)
@@ -58,10 +57,9 @@ def write_scenes(root: Path, settings: ScenesSettings) -> None:
                 rng = np.random.Generator(np.random.PCG64((settings.seed, index, number)))
                 pixels, instances, labels = draw_image(rng, scans[members], targets[members], settings)
                 file, stem = f"{image_id:012d}.png", f"ADE_{split}_{number + 1:08d}"
-                # stored uncompressed, like those of `digits`
-                Image.fromarray(pixels).save(photos / file, compress_level=0)
+                save_png(pixels, photos / file)
                 _share(photos / file, copies / f"{stem}.png")
-                Image.fromarray(labels).save(maps / f"{stem}.png", compress_level=0)
+                save_png(labels, maps / f"{stem}.png")
                 images.append(
                     {"id": image_id, "file_name": file, "height": settings.image_size, "width": settings.image_size}
                 )
@@ -79,14 +77,12 @@ def write_scenes(root: Path, settings: ScenesSettings) -> None:
                     for category_id, name in zip(CATEGORY_IDS, CLASSES[: -len(TEXTURES)], strict=True)
                 ],
             }
-            (tree / f"coco/annotations/instances_{split}2017.json").write_text(
-                json.dumps(content) + "\n", encoding="utf-8"
-            )
+            annotation_file = tree / f"coco/annotations/instances_{split}2017.json"
+            annotation_file.write_text(json.dumps(content) + "\n", encoding="utf-8")
             first_id += len(images)
         rows = [f"{number}\t{name}" for number, name in enumerate(CLASSES, start=1)]
-        (tree / f"ade20k/objectInfo{len(CLASSES)}.txt").write_text(
-            "\n".join(["Idx\tName", *rows]) + "\n", encoding="utf-8"
-        )
+        names = "\n".join(["Idx\tName", *rows]) + "\n"
+        (tree / f"ade20k/objectInfo{len(CLASSES)}.txt").write_text(names, encoding="utf-8")
 
 
 def draw_image(
@@ -142,26 +138,32 @@ def draw_image(
 
 def _find_room(
     rng: np.random.Generator, ink: np.ndarray, boxes: Sequence[np.ndarray], size: int, overlap: float
-) -> Room | None:
-    """Draw a free position: row, column and box. Two boxes share at most `overlap` of the smaller one's area.
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Draw a position where a digit's box shares at most `overlap` of the smaller area with every one of `boxes`.
 
-    Boxes are (top, left, bottom, right) of a digit's visible ink. Returns None if no drawn position is free.
+    Boxes are (top, left, bottom, right) in pixels of the visible ink of a digit.
+
+    Returns:
+        The (row, column) of the upper left corner of `ink` (h, w) uint8 in the image, which may be negative, and the
+        digit's box; None if none of `_TRIES` positions is free.
     """
     rows, columns = (np.flatnonzero((ink > INK).any(axis=axis)) for axis in (1, 0))
     extent = np.array([rows[0], columns[0], rows[-1] + 1, columns[-1] + 1])
     for _ in range(_TRIES):
-        top, left = rng.integers(-extent[:2], size - extent[2:], endpoint=True)
-        box = extent + [top, left, top, left]
+        corner = rng.integers(-extent[:2], size - extent[2:], endpoint=True)
+        box = extent + np.tile(corner, 2)
         if all(_shared(box, other) <= overlap * min(_area(box), _area(other)) for other in boxes):
-            return (int(top), int(left)), box
+            return corner, box
     return None
 
 
 def _area(box: np.ndarray) -> int:
+    """Return the area of a box (top, left, bottom, right) in pixels; 0 where it ends before it begins."""
     return int(np.prod((box[2:] - box[:2]).clip(0)))
 
 
 def _shared(box: np.ndarray, other: np.ndarray) -> int:
+    """Return the number of pixels that two boxes share."""
     return _area(np.concatenate([np.maximum(box[:2], other[:2]), np.minimum(box[2:], other[2:])]))
 
 
@@ -180,7 +182,8 @@ def _annotation(annotation_id: int, image_id: int, digit: int, mask: np.ndarray)
 
 
 def _share(file: Path, other: Path) -> None:
+    """Make `other` a hard link to a file, or a copy of it on a file system without hard links."""
     try:
         os.link(file, other)
-    except OSError:  # a file system without hard links
+    except OSError:
         shutil.copyfile(file, other)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.config import load_yaml
-from ...core.csvfile import read_csv
+from ...core.csvfile import parse_csv
 from ...core.figures import STYLES, new_figure, save_png
 from ...core.runtime import PEAK_TFLOPS
 from ...report.claims import Report
@@ -38,7 +38,7 @@ _Finding = tuple[str, str, bool | str | None]
 
 def find_counter(_: Report, key: str, counter: str | None = None) -> int:
     """Return a field of a FLOP counter that a search compared with the paper's FLOPs; of the first one by default."""
-    rows = read_csv(COUNTERS_FILE)
+    rows = parse_csv(COUNTERS_FILE.read_text(encoding="utf-8"), COUNTERS_FILE.name)
     return next(row[key] for row in rows if counter in (None, row["counter"]))
 
 

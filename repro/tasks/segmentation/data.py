@@ -5,9 +5,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from ...core.errors import UserError
 from ...data.ade20k import AdePairs
-from ...data.loader import make_marks, own_randomness
+from ...data.loader import own_randomness
 from .openmmlab import cv2, mmcv, transforms
 from .params import SegmentationTransformSettings
 
@@ -31,8 +30,6 @@ class AdeSegmentation(Dataset):
     def __init__(self, pairs: AdePairs, settings: SegmentationTransformSettings, *, training: bool, seed: int = 0):
         self.pairs, self.training, self.seed = pairs, training, seed
         self._steps = mmcv.transforms.Compose(_training_steps(settings) if training else _evaluation_steps(settings))
-        # one flag per pair, shared with the worker processes that set it
-        self._unreadable = make_marks(len(pairs))
         cv2.setNumThreads(0)  # the worker processes are the parallelism
 
     def __len__(self) -> int:
@@ -47,11 +44,7 @@ class AdeSegmentation(Dataset):
             UserError: the pair cannot be read, or its parts do not match.
         """
         epoch, index = key
-        try:
-            image, values = self.pairs.read(index)
-        except UserError:
-            self._unreadable[index] = 1
-            raise
+        image, values = self.pairs.read(index)
         labels = values - np.uint8(1)  # 0 wraps around to IGNORED
         results = {"img": _turned(image)}
         if self.training:
@@ -67,11 +60,6 @@ class AdeSegmentation(Dataset):
     def name(self, index: int) -> str:
         """Return an image's file name."""
         return self.pairs.name(index)
-
-    def require_readable(self) -> None:
-        """Read again the pairs that failed in a worker process, to raise their UserError in this one."""
-        for index in self._unreadable.nonzero().flatten().tolist():
-            self.pairs.read(index)
 
 
 def resize(image: Tensor, settings: SegmentationTransformSettings) -> Tensor:

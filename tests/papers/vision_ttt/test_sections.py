@@ -4,7 +4,7 @@ is left out.
 
 import pytest
 
-from repro.core.csvfile import read_csv
+from repro.core.csvfile import parse_csv
 from repro.papers.vision_ttt.paper import PAPER as VISION_TTT
 from repro.papers.vision_ttt.readings import load_choices
 from repro.papers.vision_ttt.readings_page import BY_COUNTS, count_fits, find_trained
@@ -129,7 +129,8 @@ def test_what_is_said_of_the_search_stands_in_its_table():
     """Every counter leaves as many numbers unexplained as it says, and what it gives for them is not what the paper
     prints.
     """
-    rows, entries = read_csv(COUNTERS_FILE), VISION_TTT.ledger.entries
+    rows = parse_csv(COUNTERS_FILE.read_text(encoding="utf-8"), "counters")
+    entries = VISION_TTT.ledger.entries
     for row, counts in zip(rows, (("rounding", "truncation"), ("rounding",), ("rounding", "truncation")), strict=False):
         left = [pair.split() for pair in row["unexplained"].split("; ")]
         assert row["explained"] == row["entries"] - len(left)
