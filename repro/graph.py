@@ -17,7 +17,7 @@ from .core.errors import RunError, UserError
 from .core.paths import Paths
 
 _STATUSES = ("fresh", "interrupted", "missing", "stale")
-_MOST_SHOWN = 2  # names or reasons on a line of the status
+_MOST_SHOWN = 2  # cell names of a status, or reasons, on a line; the others are only counted
 
 
 @contextlib.contextmanager
@@ -45,6 +45,7 @@ def find_needs(root: Path) -> dict[str, tuple[str, ...]]:
         graph = repo.index.graph  # from each stage to those that it needs
         needs = {each.name: tuple(sorted(other.name for other in graph.successors(each))) for each in repo.index.stages}
     depths = dict.fromkeys(needs, 0)  # length of the longest chain of dependants
+    # a stage comes after all of its dependants here, so its own depth is final
     for name in reversed([*graphlib.TopologicalSorter(needs).static_order()]):
         for needed in needs[name]:
             depths[needed] = max(depths[needed], depths[name] + 1)
@@ -71,6 +72,7 @@ def find_status(paths: Paths, table: Mapping[str, Any]) -> list[tuple[str, str, 
     rows: list[tuple[str, str, list[str]]] = []
     for name in names:
         # a reason is a sentence, or the changed files by what they are to the stage
+        # the stage `environment`, which always runs, also has the sentence "always changed": it is fresh nevertheless
         whys = [why for why in changed.get(name, []) if why != "always changed"]
         files = [why for why in whys if isinstance(why, dict)]
         outs, deps = ([file for why in files for file in why.get(f"changed {kind}", ())] for kind in ("outs", "deps"))
@@ -131,6 +133,6 @@ def _find_saved_state(paths: Paths, table: Mapping[str, Any], name: str) -> Path
     except (UserError, OSError):  # no run can start with invalid parameters, so none has a state
         return None
     where = {"stage": stage, "name": cell, "paths": paths, "record": paths.cell(stage, cell) / "metrics.json"}
-    of_cell = Cell(**where, params=params, spec=row.task, runtime=None)
+    of_cell = Cell(**where, params=params, spec=row.task, runtime=None)  # only its `state_folder` is used
     folders = [of_cell.state_folder(seed) for seed in reversed(params.seeds)]
     return next((max(saved) for folder in folders if (saved := list(folder.glob("step_*.pt")))), None)

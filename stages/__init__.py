@@ -99,10 +99,18 @@ class Stage:
 
 
 def require_no_own(stage: str, **given: Any) -> None:
-    """Raise a UserError if an option that belongs to `--data` was given without it."""
+    """Raise a UserError if an option that belongs to `--data` was given without it.
+
+    `given` maps the parameter of each such option to its value; `source` is the one of `--from`.
+    """
     if single := [name for name, value in given.items() if value]:
         word = "from" if single[0] == "source" else single[0]
         raise UserError(f"{stage}: --{word} goes with --data; the cells of params.yaml say it themselves")
+
+
+def typed_options(context: typer.Context) -> list[str]:
+    """Return the parameters of a command whose options are on the command line, also where they equal the default."""
+    return [name for name in context.params if (by := context.get_parameter_source(name)) and by.name == "COMMANDLINE"]
 
 
 def stage_names() -> list[str]:
@@ -136,11 +144,12 @@ def list_graph() -> list[str]:
 
 def list_verbs(table: Mapping[str, Stage]) -> dict[str, list[str]]:
     """Return purpose -> names of its stages: the pipeline's in the order of dvc.yaml, the others alphabetically."""
+    # `index` finds the first place: stages of dvc.yaml come first
     order = [*list_graph(), *stage_names()]
     verbs = sorted(stage_names(), key=order.index)
     return {purpose: [name for name in verbs if table[name].purpose == purpose] for purpose in PURPOSES}
 
 
 def verb_of(name: str) -> str:
-    """Return the verb on the command line for a stage."""
+    """Return the verb on the command line for a stage, e.g. `prepare-data` for `prepare_data`."""
     return name.replace("_", "-")

@@ -31,7 +31,8 @@ class Checkpointer:
         folder: `.runs/<stage>/<cell>/seed_<n>-<hash>`; the hash of the params separates runs with other params.
         log: called with a line of text when a run resumes or a damaged file is skipped.
 
-    `earlier` has the seconds and the CPU seconds that earlier calls had spent when they saved the restored state.
+    `earlier` has the seconds and the CPU seconds that earlier calls had spent when they saved the restored state; both
+    are 0 before `restore`, and without a state.
     """
 
     def __init__(self, folder: Path, log=print):
@@ -46,6 +47,7 @@ class Checkpointer:
         """
         # in memory, since the file's name has the hash of its content
         buffer = io.BytesIO()
+        # of all calls so far; `restore` takes it as `earlier`
         spent = [e + now - then for e, now, then in zip(self.earlier, read_clocks(), self._began, strict=True)]
         torch.save(state | {"spent": spent}, buffer)
         content = buffer.getbuffer()
@@ -67,7 +69,7 @@ class Checkpointer:
         Raises:
             UserError: all states are damaged.
         """
-        sweep(self.folder, self.folder / "snapshots")
+        sweep(self.folder, self.folder / "snapshots")  # temporary files of a call that was killed
         files = self._files()
         for place, (step, path) in enumerate(files):
             content = path.read_bytes()
@@ -95,7 +97,10 @@ class Checkpointer:
 
 
 def read_clocks() -> tuple[float, float]:
-    """Return a clock's seconds, and the CPU seconds of this process and of its children that have ended."""
+    """Return a clock's seconds, and the CPU seconds of this process and of its children that have ended.
+
+    Both count from any moment: only differences have a meaning.
+    """
     return time.monotonic(), sum(os.times()[:4])
 
 

@@ -6,6 +6,7 @@ ignores the field while it is None.
 """
 
 import dataclasses
+import re
 from typing import Annotated, Any, Literal, Self
 
 from ..core.config import Each, bounded
@@ -74,9 +75,8 @@ class InitParams:
     sha256: str | None = None
 
     def __post_init__(self) -> None:
-        stated = self.sha256
-        if stated is not None and (len(stated) < 16 or set(stated.lower()) - set("0123456789abcdef")):
-            raise ValueError(f"sha256: {stated!r}, expected 16 hex digits or more")
+        if self.sha256 is not None and not re.fullmatch("[0-9a-fA-F]{16,}", self.sha256):
+            raise ValueError(f"sha256: {self.sha256!r}, expected 16 hex digits or more")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

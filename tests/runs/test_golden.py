@@ -23,7 +23,7 @@ def scratch():
 
 
 def read_kept(family):
-    return read_json(golden.folder_of(PATHS) / f"{family}.json")
+    return read_json(golden.find_golden(PATHS, family))
 
 
 @pytest.mark.parametrize("every", [False, slow(True)])
@@ -83,7 +83,7 @@ def test_an_update_keeps_what_holds_and_writes_what_does_not(tmp_path, monkeypat
     far = {**old, "grad_norm": [1.0, 1.1]}
     assert golden.compare_lines("deit", {"base": near}, {"base": old}) == []
     assert len(golden.compare_lines("deit", {"base": far}, {"base": old})) == 1
-    monkeypatch.setattr(golden, "folder_of", lambda paths: tmp_path)
+    monkeypatch.setattr(golden, "find_golden", lambda paths, family: tmp_path / f"{family}.json")
     monkeypatch.setattr(golden, "run_families", lambda paths, families: iter([("deit", {"base": found})]))
     texts = []
     for found in (old, near, far):

@@ -10,17 +10,15 @@ from torchvision.transforms.functional import to_pil_image
 from torchvision.utils import draw_segmentation_masks
 
 from ...data.classification import ToInput
-from ..dense.base import list_colours
+from ..dense.base import choose_enlargement, list_colours
 from .data import IGNORED, resize
 from .openmmlab import mmseg
 from .params import SegmentationTransformSettings
 from .task import label_map
 
-_FEW = list_colours()
+_FEW = list_colours()  # for as many classes
 _MANY = [tuple(colour) for colour in mmseg.datasets.ADE20KDataset.METAINFO["palette"]]
-_LEGIBLE = 512  # short side in pixels from which there is room for a legend
-_FONT_PX = 16
-_ROW_PX = 22
+_FONT_PX, _ROW_PX = 16, 22  # of the legend
 
 
 def predict(model: mmseg.models.EncoderDecoder, image: Tensor, settings: SegmentationTransformSettings) -> Tensor:
@@ -38,7 +36,7 @@ def draw(image: Tensor, labels: Tensor, names: Sequence[str], min_share: float =
         names: of the classes.
         min_share: smallest share of the picture for a class in the legend.
     """
-    factor = max(1, math.ceil(_LEGIBLE / min(image.shape[1:])))
+    factor = choose_enlargement(image)
     found, counts = labels[labels != IGNORED].unique(return_counts=True)
     shares = {int(index): int(count) / labels.numel() for index, count in zip(found, counts, strict=True)}
     palette = _FEW if len(names) <= len(_FEW) else _MANY
