@@ -179,7 +179,7 @@ class Planner:
             if params is None or not is_own or not self._is_here(source.device):
                 continue
             run, like, times = self.paths.root / source.run_file, params, 1.0
-            if source.most_seeds:
+            if source.most_seeds:  # of a training
                 seeds, epochs = source.metrics["seeds"], source.metrics["epochs"]
                 times = params.epochs * len(params.seeds) / (epochs * len(seeds))
                 like = dataclasses.replace(params, seeds=tuple(seeds)).with_epochs(epochs)

@@ -38,7 +38,6 @@ Sha256Option = Annotated[
         "--sha256", help="The SHA-256 of the file of weights, or its first 8 digits or more; another file is refused."
     ),
 ]
-
 OwnOption = Annotated[
     str | None,
     typer.Option(
@@ -99,10 +98,7 @@ class Stage:
 
 
 def require_no_own(stage: str, **given: Any) -> None:
-    """Raise a UserError if an option that belongs to `--data` was given without it.
-
-    `given` maps the parameter of each such option to its value; `source` is the one of `--from`.
-    """
+    """Raise a UserError if an option of `given`, by its parameter, was given without `--data`, to which it belongs."""
     if single := [name for name, value in given.items() if value]:
         word = "from" if single[0] == "source" else single[0]
         raise UserError(f"{stage}: --{word} goes with --data; the cells of params.yaml say it themselves")
@@ -144,7 +140,6 @@ def list_graph() -> list[str]:
 
 def list_verbs(table: Mapping[str, Stage]) -> dict[str, list[str]]:
     """Return purpose -> names of its stages: the pipeline's in the order of dvc.yaml, the others alphabetically."""
-    # `index` finds the first place: stages of dvc.yaml come first
     order = [*list_graph(), *stage_names()]
     verbs = sorted(stage_names(), key=order.index)
     return {purpose: [name for name in verbs if table[name].purpose == purpose] for purpose in PURPOSES}

@@ -14,12 +14,11 @@ from . import GpusOption, Stage
 
 STAGE = Stage(params=SPEC.params, cells=True, task=SPEC)
 _TASKS = load_tasks()
-# `ablate_inherit` has the denoisers that start from the weights of others
+# in the order in which one call trains them; `ablate_inherit` has denoisers that start from the weights of others
 _TASKS |= {"inherit": _TASKS["generate"]}
 SECTIONS = {
-    f"ablate_{name}": Stage(params=task.params, cells=True, task=task)
-    for name, task in _TASKS.items()
-    if name != "classify"
+    f"ablate_{name}": Stage(params=_TASKS[name].params, cells=True, task=_TASKS[name])
+    for name in ("linearize", "detect", "segment", "generate", "inherit")
 }
 
 

@@ -116,6 +116,7 @@ def train_line(
     scores = {
         key: last[key] for key in sorted(last) if key not in ("epoch", "step", "lr") and not key.startswith("train_")
     }
+    # nine digits, of which `TOLERANCE` compares about six
     rounded = {key: [float(f"{step[key]:.9g}") for step in steps] for key in ("loss", "grad_norm")}
     return rounded | {"scores": {key: float(f"{score:.9g}") for key, score in scores.items()}}
 
@@ -169,17 +170,16 @@ def run_families(
             yield (family, {name: train_line(root, f"{family}.{name}", *line, prepare) for name, line in lines.items()})
 
 
-def compare_lines(family: str, found: Mapping[str, Line], kept: Mapping[str, Line]) -> list[str]:
-    """Write a sentence for each line that is new, is gone, or differs by more than rounding explains."""
-    problems = [f"{family}: {name}: has no stored values" for name in found if name not in kept]
-    problems += [f"{family}: {name}: is stored and no longer trained" for name in kept if name not in found]
+def compare_lines(family: str, found: Mapping[str, Line], kept: Mapping[str, Line]) -> dict[str, list[str]]:
+    """Return line -> what is wrong with it, for lines that are new, gone, or different by more than rounding."""
+    problems = {name: ["has no stored values"] for name in found if name not in kept}
+    problems |= {name: ["is stored and no longer trained"] for name in kept if name not in found}
     for name in (name for name in found if name in kept):
-        allowed = find_tolerances(family, name)
-        for part, difference in measure_differences(found[name], kept[name]).items():
-            if difference > allowed[part]:
-                problems.append(
-                    f"{family}: {name}: {part} differs by {difference:.1e}; {allowed[part]:.0e} is rounding"
-                )
+        allowed, differences = find_tolerances(family, name), measure_differences(found[name], kept[name])
+        if beyond := [part for part in PARTS if differences[part] > allowed[part]]:
+            problems[name] = [
+                f"{part} differs by {differences[part]:.1e}; {allowed[part]:.0e} is rounding" for part in beyond
+            ]
     return problems
 
 
@@ -214,13 +214,8 @@ def update_families(families: Sequence[str], *, check: bool = False) -> list[str
         different = compare_lines(family, found, kept)
         print(f"{family}: {len(found)} lines, {'differs' if different else 'holds'}", flush=True)
         if different and not check:
-            hold = {
-                name
-                for name in found.keys() & kept.keys()
-                if not compare_lines(family, {name: found[name]}, {name: kept[name]})
-            }
-            _write_lines(file, {name: kept[name] if name in hold else line for name, line in found.items()})
-        problems += different
+            _write_lines(file, {name: line if name in different else kept[name] for name, line in found.items()})
+        problems += [f"{family}: {name}: {problem}" for name, of_line in different.items() for problem in of_line]
     return problems
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..core.config import params_hash
 from ..core.errors import UserError
 from ..core.hashing import hash_file, hash_files, require_hash
 from ..core.paths import Paths
@@ -79,8 +78,8 @@ class Cell:
         return (manifest, self.init) if self.init else (manifest,)
 
     def state_folder(self, seed: int) -> Path:
-        """Return the folder of a run's state; its name has the hash of the params, so no run continues another."""
-        return self.paths.run_state(self.stage, self.name, f"seed_{seed}-{params_hash(self.params.with_seed(seed))}")
+        """Return the folder of the state of a run with one seed."""
+        return self.paths.run_state(self.stage, self.name, self.params.state_key(seed))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

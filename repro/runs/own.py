@@ -240,7 +240,7 @@ def choose_segmenter(start: OwnTraining, pairs: Any) -> SegmentParams:
 
     sizes, pixels = survey(pairs)
     short, long = _choose_sides(sizes)
-    crop = max(64, short // 32 * 32)
+    crop = max(64, short // 32 * 32)  # sides of images are multiples of 32; windows overlap by a third below
     pyramid = _build_pyramid("segment", start.model, "each")
     heads = {"channels": 48, "aux_channels": 16, "dropout": 0.0} if start.nano else {}
     return SegmentParams(

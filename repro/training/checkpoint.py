@@ -29,14 +29,13 @@ class Checkpointer:
 
     Args:
         folder: `.runs/<stage>/<cell>/seed_<n>-<hash>`; the hash of the params separates runs with other params.
-        log: called with a line of text when a run resumes or a damaged file is skipped.
 
     `earlier` has the seconds and the CPU seconds that earlier calls had spent when they saved the restored state; both
     are 0 before `restore`, and without a state.
     """
 
-    def __init__(self, folder: Path, log=print):
-        self.folder, self.log = folder, log
+    def __init__(self, folder: Path):
+        self.folder = folder
         self.earlier, self._began = (0.0, 0.0), read_clocks()
 
     def save(self, step: int, state: dict[str, Any]) -> None:
@@ -64,7 +63,7 @@ class Checkpointer:
             old.unlink()
 
     def restore(self) -> dict[str, Any] | None:
-        """Load the newest undamaged state; None where there is none to resume from.
+        """Load the newest undamaged state, and print which; None where there is none to resume from.
 
         Raises:
             UserError: all states are damaged.
@@ -74,11 +73,11 @@ class Checkpointer:
         for place, (step, path) in enumerate(files):
             content = path.read_bytes()
             if short_hash(content) != _NAME.match(path.name)[2]:
-                self.log(f"{path}: damaged (its hash differs); passing over it")
+                print(f"{path}: damaged (its hash differs); passing over it")
                 continue
             for _, damaged in files[:place]:  # else `save` would count it as one of the two generations
                 damaged.unlink()
-            self.log(f"continuing after step {step} from {path.name}")
+            print(f"continuing after step {step} from {path.name}")
             saved = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
             self.earlier = tuple(saved.get("spent", self.earlier))  # older states lack it
             return saved

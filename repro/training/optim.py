@@ -55,9 +55,9 @@ def _decay(optimizer: torch.optim.Optimizer, vectors: list[nn.Parameter], weight
     """Move vectors, which timm's rule never decays, to groups with weight decay that keep all other settings."""
     chosen = {id(vector) for vector in vectors}
     for group in list(optimizer.param_groups):
-        if moved := [p for p in group["params"] if id(p) in chosen and group["weight_decay"] != weight_decay]:
-            places = {id(p) for p in moved}
-            group["params"] = [p for p in group["params"] if id(p) not in places]
+        moved = [p for p in group["params"] if id(p) in chosen]
+        if moved and group["weight_decay"] != weight_decay:
+            group["params"] = [p for p in group["params"] if id(p) not in chosen]
             optimizer.add_param_group({**group, "params": moved, "weight_decay": weight_decay})
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import re
 from typing import Annotated, Any, Literal, Self
 
-from ..core.config import Each, bounded
+from ..core.config import Each, bounded, params_hash
 from ..core.runtime import torch_dtype
 
 
@@ -157,6 +157,10 @@ class TrainParams:
 
         precision = self.resolve_precision(device)
         return torch.autocast(device.type, torch_dtype(precision), enabled=precision != "fp32")
+
+    def state_key(self, seed: int) -> str:
+        """Return the name of the folder of a seed's state; by the hash of its params, no run continues another."""
+        return f"seed_{seed}-{params_hash(self.with_seed(seed))}"
 
     def with_seed(self, seed: int) -> Self:
         """Return the same training with one seed."""

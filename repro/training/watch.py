@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -39,7 +39,6 @@ class Watch:
         every: steps in a window, which ends at a multiple of this step number. After a resume the first one may be
             shorter.
         ranks: the processes that train together.
-        clock: returns seconds.
 
     Raises:
         UserError: TensorBoard is not installed.
@@ -56,9 +55,9 @@ class Watch:
         peak_flop_per_s: float | None = None,
         every: int,
         ranks: Ranks = Ranks(),
-        clock: Callable[[], float] = time.perf_counter,
     ):
-        self.folder, self.device, self.every, self.clock = Path(folder), torch.device(device), every, clock
+        self.folder, self.device, self.every = Path(folder), torch.device(device), every
+        self.clock = time.perf_counter
         self.world_size = ranks.world_size
         self.jsonl, self.tensorboard = jsonl and ranks.first, tensorboard and ranks.first
         # share of the devices' peak that one image per second takes; backward takes twice the FLOP of forward
