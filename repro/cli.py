@@ -43,6 +43,7 @@ class Verbs(TyperGroup):
             command = typer.main.get_command(alone)
         command.name, command.rich_help_panel = cmd_name, stages.PURPOSES[module.STAGE.purpose]
         command.hidden = module.STAGE.hidden
+        # `commands` are those of a verb with verbs of its own
         for each in getattr(command, "commands", {cmd_name: command}).values() if module.STAGE.records else ():
             each.callback = _require_own_code_first(each.callback)
         return command
@@ -86,7 +87,7 @@ def main() -> None:
 
     A `~` in an argument becomes the home folder, also after `=` and `KIND:`, where shells do not expand it.
     """
-    follow_parent()
+    follow_parent()  # ends this process when the `repro` that started it is gone
     sys.argv[1:] = map(expand_home, sys.argv[1:])
     try:
         allow_every_terminal()

@@ -64,6 +64,7 @@ def check_packages(root: Path) -> Iterator[_Line]:
     problem = f"{python}, {about['requires-python']} is needed: make a virtual environment with a newer Python"
     is_new = Requirement(f"python{about['requires-python']}").specifier.contains(python, prereleases=True)
     yield ("ok", "Python", python) if is_new else ("error", "Python", problem)
+    # an extra that is not installed is no problem; one that is installed must fit
     extras = [text for texts in about.get("optional-dependencies", {}).values() for text in texts]
     for text in dict.fromkeys([*about["dependencies"], *extras]):
         wanted, found = Requirement(text), installed_version(Requirement(text).name)
@@ -133,7 +134,7 @@ def _check_torch(runtime: Runtime) -> Iterator[_Line]:
         import torchvision  # noqa: F401  a build for another torch fails
 
         from kernels import selected_backend
-        from kernels.dispatch import compiler_obstacle, loops_obstacle
+        from kernels.dispatch import compiler_obstacle, numba_obstacle
     except Exception as error:  # a broken installation fails in many ways
         said = f"{type(error).__name__}: {error}".splitlines()[0]
         yield "error", "torch and kernels", f"cannot be imported ({said}): {INSTALL}"
@@ -151,5 +152,5 @@ def _check_torch(runtime: Runtime) -> Iterator[_Line]:
         slow = f", slower than triton: use an NVIDIA GPU from sm_80 on, or {INSTALL}"
         is_slow = device != "cpu" and backend != "triton"
         yield "warning" if is_slow else "ok", "TTT-Linear", f"{backend} on {device}{slow if is_slow else ''}"
-    if obstacle := loops_obstacle(torch.device("cpu"), "", True):
+    if obstacle := numba_obstacle():
         yield "note", "scans", f"torch on cpu, several times slower than numba: {obstacle}: {INSTALL}"

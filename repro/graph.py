@@ -5,7 +5,6 @@ The argument `table` is always the table of stages, name -> `stages.Stage`.
 
 import contextlib
 import functools
-import graphlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from .core.errors import RunError, UserError
 from .core.paths import Paths
 
 _STATUSES = ("fresh", "interrupted", "missing", "stale")
-_MOST_SHOWN = 2  # names or reasons on a line of the status
+_MOST_SHOWN = 2  # cell names of a status, or reasons, on a line; the others are only counted
 
 
 @contextlib.contextmanager
@@ -41,14 +40,15 @@ def find_needs(root: Path) -> dict[str, tuple[str, ...]]:
     Raises:
         RunError: DVC cannot read dvc.yaml.
     """
+    import networkx
+
     with _open_dvc(root) as repo:
-        graph = repo.index.graph  # from each stage to those that it needs
-        needs = {each.name: tuple(sorted(other.name for other in graph.successors(each))) for each in repo.index.stages}
-    depths = dict.fromkeys(needs, 0)  # length of the longest chain of dependants
-    for name in reversed([*graphlib.TopologicalSorter(needs).static_order()]):
-        for needed in needs[name]:
-            depths[needed] = max(depths[needed], depths[name] + 1)
-    return {name: needs[name] for name in sorted(needs, key=lambda name: -depths[name])}
+        graph = repo.index.graph  # networkx's, with an edge from each stage to those that it needs
+        # the number of a stage's generation is the length of its longest chain of dependants
+        generations = enumerate(networkx.topological_generations(graph))
+        depths = {stage: depth for depth, generation in generations for stage in generation}
+        stages = sorted(repo.index.stages, key=lambda stage: -depths[stage])
+        return {stage.name: tuple(sorted(needed.name for needed in graph.successors(stage))) for stage in stages}
 
 
 def find_status(paths: Paths, table: Mapping[str, Any]) -> list[tuple[str, str, list[str]]]:
@@ -71,6 +71,7 @@ def find_status(paths: Paths, table: Mapping[str, Any]) -> list[tuple[str, str, 
     rows: list[tuple[str, str, list[str]]] = []
     for name in names:
         # a reason is a sentence, or the changed files by what they are to the stage
+        # the stage `environment`, which always runs, also has the sentence "always changed": it is fresh nevertheless
         whys = [why for why in changed.get(name, []) if why != "always changed"]
         files = [why for why in whys if isinstance(why, dict)]
         outs, deps = ([file for why in files for file in why.get(f"changed {kind}", ())] for kind in ("outs", "deps"))
@@ -124,13 +125,9 @@ def _find_saved_state(paths: Paths, table: Mapping[str, Any], name: str) -> Path
     row = table.get(stage)
     if row is None or row.task is None or not any(paths.run_state(stage, cell, "").glob("seed_*/step_*.pt")):
         return None
-    from .runs.job import Cell
-
     try:
         params = load_section(row.params, paths.params, stage, cell)
     except (UserError, OSError):  # no run can start with invalid parameters, so none has a state
         return None
-    where = {"stage": stage, "name": cell, "paths": paths, "record": paths.cell(stage, cell) / "metrics.json"}
-    of_cell = Cell(**where, params=params, spec=row.task, runtime=None)
-    folders = [of_cell.state_folder(seed) for seed in reversed(params.seeds)]
+    folders = [paths.run_state(stage, cell, params.state_key(seed)) for seed in reversed(params.seeds)]
     return next((max(saved) for folder in folders if (saved := list(folder.glob("step_*.pt")))), None)

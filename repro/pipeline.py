@@ -40,7 +40,9 @@ def run_stages(paths: Paths, table: Mapping[str, Any], runtime: Runtime, *, jobs
             jobs = torch.cuda.device_count()
     needs = find_needs(paths.root)
     alone = {name for name in needs if getattr(table.get(name.partition("@")[0]), "alone", False)}
+    # the report, which is the last stage, computes the time of the whole run from this
     began = {RUN_BEGAN: f"{time.time()} {jobs}"}
+    # `needs` has the stages with the longest chain of dependants first, and ready ones start in this order
     graph, order, ready = graphlib.TopologicalSorter(needs), list(needs).index, []
     graph.prepare()
     # number of a share of the machine -> (stage that uses it, its process, its start)
@@ -104,6 +106,7 @@ def _start(paths: Paths, name: str, environment: Mapping[str, str], *, force: bo
 
 
 def _log(paths: Paths, name: str) -> Path:
+    """Return the file of a stage's output."""
     return paths.logs("run", name) / "output.txt"
 
 

@@ -77,6 +77,7 @@ def plan_rows(stages: Mapping[str, Any], params_file: Path, paths: Paths, gpu: s
     return [planner.plan(name, cell, params) for name, cells in built.items() for cell, params in cells.items()]
 
 
+@dataclasses.dataclass(frozen=True)
 class Planner:
     """The planner of single stages and cells.
 
@@ -87,10 +88,11 @@ class Planner:
         micro_batch: `runtime.micro_batch`.
     """
 
-    def __init__(
-        self, paths: Paths, gpu: str | None, results: Results, data: Mapping[str, Any], micro_batch: int | None = None
-    ):
-        self.paths, self.gpu, self.results, self.data, self.micro_batch = paths, gpu, results, data, micro_batch
+    paths: Paths
+    gpu: str | None
+    results: Results
+    data: Mapping[str, Any]
+    micro_batch: int | None = None
 
     def plan(self, stage: str, cell: str | None, params: Any) -> PlanRow:
         """Make the row of a stage or of one of its cells; raise a UserError for unknown data or an unknown model.
@@ -147,13 +149,14 @@ class Planner:
             if not rate or "transform" not in metrics or not self._is_here(source.device):
                 continue
             section, dtype = source.path.split("/")[-2], source.identity.get("dtype")
-            # an older record does not have every name that `keeps` has now
+            # the names that are on; an older record does not have every name that `keeps` has now
             kept, keeps = ({key for key, is_kept in each["keeps"].items() if is_kept} for each in (metrics, wanted))
             is_same = metrics["transform"] == wanted["transform"] and params.precision in ("auto", dtype)
             is_same &= ("recompute_blocks" in kept) == recomputes  # it takes time, too
             if section in near and is_same and self.results.model_key(metrics, source.path) == key:
                 held = metrics["micro_batch"] == wanted["micro_batch"] and kept == keeps and section == stage
                 found.append(_measured(rate / metrics["processes"], held and metrics["peak_memory_mib"], source))
+        # rows of speed have classifiers alone: a training of another task has no `image_size`, and matches none
         side = getattr(params.transform, "image_size", None)
         for row, source in (each for rows in self.results.speed_rows.values() for each in rows):
             if (row["mode"], row["status"], row["image_size"]) != ("train", "ok", [side, side]):
@@ -176,7 +179,7 @@ class Planner:
             if params is None or not is_own or not self._is_here(source.device):
                 continue
             run, like, times = self.paths.root / source.run_file, params, 1.0
-            if source.most_seeds:
+            if source.most_seeds:  # of a training
                 seeds, epochs = source.metrics["seeds"], source.metrics["epochs"]
                 times = params.epochs * len(params.seeds) / (epochs * len(seeds))
                 like = dataclasses.replace(params, seeds=tuple(seeds)).with_epochs(epochs)
@@ -188,6 +191,7 @@ class Planner:
         return None, ""
 
     def _is_here(self, device: str) -> bool:
+        """Tell whether a record's device is the one of the plan; for a CPU's plan every CPU is."""
         return not device.startswith("cuda") if self.gpu is None else self.gpu.lower() in device.lower()
 
 
@@ -198,6 +202,7 @@ def list_gpus(stages: Mapping[str, Any], paths: Paths) -> list[str]:
 
 
 def _read_results(paths: Paths, stages: Mapping[str, Any]) -> Results:
+    """Read all records, also those that the report does not show, since they have times, too."""
     scores = {name: stage.scores for name, stage in stages.items() if stage.purpose == "graph"}
     return Results(paths, load_papers().values(), scores)
 
@@ -223,6 +228,7 @@ def print_plan(rows: Sequence[PlanRow], gpu: str | None, paths: Paths) -> None:
 
 
 def _measured(rate: float, memory_mib: float | bool | None, source: Source) -> Speed:
+    """Return the speed of a record or row; its memory is unknown where `memory_mib` is None or False."""
     return Speed(rate, memory_mib / 1024 if memory_mib else None, f"{source.device} ({source.path})")
 
 

@@ -38,7 +38,6 @@ Sha256Option = Annotated[
         "--sha256", help="The SHA-256 of the file of weights, or its first 8 digits or more; another file is refused."
     ),
 ]
-
 OwnOption = Annotated[
     str | None,
     typer.Option(
@@ -99,10 +98,15 @@ class Stage:
 
 
 def require_no_own(stage: str, **given: Any) -> None:
-    """Raise a UserError if an option that belongs to `--data` was given without it."""
+    """Raise a UserError if an option of `given`, by its parameter, was given without `--data`, to which it belongs."""
     if single := [name for name, value in given.items() if value]:
         word = "from" if single[0] == "source" else single[0]
         raise UserError(f"{stage}: --{word} goes with --data; the cells of params.yaml say it themselves")
+
+
+def typed_options(context: typer.Context) -> list[str]:
+    """Return the parameters of a command whose options are on the command line, also where they equal the default."""
+    return [name for name in context.params if (by := context.get_parameter_source(name)) and by.name == "COMMANDLINE"]
 
 
 def stage_names() -> list[str]:
@@ -142,5 +146,5 @@ def list_verbs(table: Mapping[str, Stage]) -> dict[str, list[str]]:
 
 
 def verb_of(name: str) -> str:
-    """Return the verb on the command line for a stage."""
+    """Return the verb on the command line for a stage, e.g. `prepare-data` for `prepare_data`."""
     return name.replace("_", "-")

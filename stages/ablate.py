@@ -7,24 +7,18 @@ import typer
 from repro.core.config import load_sections, section_keys
 from repro.core.errors import UserError, did_you_mean
 from repro.core.paths import find_root
-from repro.tasks.classification.spec import SPEC
-from repro.tasks.detection.spec import SPEC as DETECTION
-from repro.tasks.generation.spec import SPEC as GENERATION
-from repro.tasks.linearization.spec import SPEC as LINEARIZATION
-from repro.tasks.segmentation.spec import SPEC as SEGMENTATION
+from repro.tasks import load_tasks
+from repro.tasks.classification.spec import SPEC, Classify
 
 from . import GpusOption, Stage
 
 STAGE = Stage(params=SPEC.params, cells=True, task=SPEC)
+_TASKS = load_tasks()
+# in the order in which one call trains them; `ablate_inherit` has denoisers that start from the weights of others
+_TASKS |= {"inherit": _TASKS["generate"]}
 SECTIONS = {
-    f"ablate_{name}": Stage(params=spec.params, cells=True, task=spec)
-    for name, spec in {
-        "linearize": LINEARIZATION,
-        "detect": DETECTION,
-        "segment": SEGMENTATION,
-        "generate": GENERATION,
-        "inherit": GENERATION,
-    }.items()
+    f"ablate_{name}": Stage(params=_TASKS[name].params, cells=True, task=_TASKS[name])
+    for name in ("linearize", "detect", "segment", "generate", "inherit")
 }
 
 
@@ -50,6 +44,7 @@ def command(
         raise UserError(f"ablate: --cell {cell}: is in two sections; write {' or '.join(map('.'.join, chosen))}")
     cells = []
     for section, name in chosen:
-        recipe = describe_recipe if specs[section] in (SPEC, LINEARIZATION) else None
+        # the papers' recipes are those of classifiers
+        recipe = describe_recipe if isinstance(specs[section], Classify) else None
         cells += read_cells(section, specs[section], name, recipe=recipe)
     train_cells(cells, gpus)

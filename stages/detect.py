@@ -31,7 +31,13 @@ _EpochsOption = Annotated[
 
 
 def make_command(stage: str, spec: Any, about: str) -> Callable[..., None]:
-    """Make the command of a stage that trains a dense task on a pretrained backbone; `about` begins its help."""
+    """Make the command of a stage that trains a dense task on a pretrained backbone.
+
+    Args:
+        stage: the section of params.yaml.
+        spec: the task, see `repro.tasks.dense.base.DenseSpec`.
+        about: what the command does, the beginning of its help.
+    """
 
     def command(
         cell: CellOption = None,
@@ -51,7 +57,7 @@ def make_command(stage: str, spec: Any, about: str) -> Callable[..., None]:
         if data is not None:
             from repro.runs.own import train_own
 
-            without = {"cell": cell, "random": random}
+            without = {"cell": cell, "random": random}  # refused next to `--data`
             train_own(stage, spec, data, **own, epochs=epochs, seeds=seeds, gpus=gpus, without=without)
             return
         require_no_own(stage, **own)

@@ -67,7 +67,7 @@ def command(
     Without options, measure the rows of the `efficiency:` section of params.yaml. With any option, measure a sweep into
     results/speed/<device>.csv, with figures in artifacts/; a call after an interruption goes on.
     """
-    started = time.monotonic()
+    started = time.monotonic()  # `--minutes` also counts the imports below
     if compile and graphs:
         raise UserError("efficiency: --compile and --graphs: both compile the models; take one of them")
     paths = find_root()
@@ -79,7 +79,7 @@ def command(
         "batch_size": batch_size,
         "dtype": dtype,
         "mode": mode,
-        "compile": "graphs" if graphs else compile or None,
+        "compile": "graphs" if graphs else compile or None,  # as `SweepParams.compile`: True, or "graphs"
         "minutes": minutes,
         "runs": runs,
     }

@@ -59,6 +59,7 @@ def command(
 ) -> None:
     """Draw what a model looks at or how it learns; or measure a changed inner loop."""
     paths = find_root()
+    # exactly one of pictures, a probe and the data of an attention map says what to look at
     of_data = map == "attention" and data is not None and probe is None
     if bool(images) + bool(probe) + of_data != 1:
         raise UserError(

@@ -9,9 +9,10 @@ from repro.core.errors import UserError
 from repro.core.hashing import require_hash
 from repro.tasks.generation.spec import SPEC
 
-from . import GpusOption, SeedsOption, Sha256Option, Stage
+from . import GpusOption, SeedsOption, Sha256Option, Stage, typed_options
 
 STAGE = Stage(params=SPEC.params, cells=True, task=SPEC)
+# the parameters that a training takes and drawing refuses; `sha256` belongs to both
 _TRAINING = ("cell", "gpus", "seeds", "init")
 
 
@@ -68,11 +69,7 @@ def command(
     ] = None,
 ) -> None:
     """Draw pictures with a denoiser, or train one; a stopped training continues where it was."""
-    given = [
-        name
-        for name in context.params
-        if (source := context.get_parameter_source(name)) and source.name == "COMMANDLINE"
-    ]
+    given = typed_options(context)
     if weights is None:
         from repro.runs.cells import read_cells, train_cells
 

@@ -9,7 +9,7 @@ from repro.core.errors import UserError
 from repro.core.hashing import require_hash
 from repro.tasks.linearization.spec import SPEC
 
-from . import CellOption, GpusOption, SeedsOption, Sha256Option, Stage
+from . import CellOption, GpusOption, SeedsOption, Sha256Option, Stage, typed_options
 
 STAGE = Stage(params=SPEC.params, cells=True, task=SPEC)
 
@@ -60,11 +60,9 @@ def command(
 
     options = {"inner": inner, "key_norm": key_norm, "dwc": dwc, "neighbours": neighbours}
     if source is None:
-        given = [
-            name for name in context.params if (by := context.get_parameter_source(name)) and by.name == "COMMANDLINE"
-        ]
-        if unused := next((name.replace("_", "-") for name in given if name not in ("cell", "seeds", "gpus")), None):
-            raise UserError(f"linearize: --{unused} goes with --from; the cells of params.yaml say it themselves")
+        if unused := [name for name in typed_options(context) if name not in ("cell", "seeds", "gpus")]:
+            option = unused[0].replace("_", "-")
+            raise UserError(f"linearize: --{option} goes with --from; the cells of params.yaml say it themselves")
         train_cells(read_cells("linearize", SPEC, cell, seeds=seeds, recipe=describe_recipe), gpus)
         return
     if cell is not None:

@@ -85,6 +85,7 @@ def _describe_families() -> str:
 
     found: dict[str, dict[str, list[str]]] = {}
     order = "tiny", "small", "base", "large", "xlarge"
+    # module of a family -> name with `*` for the size -> its sizes; the search tries `xlarge` before `large`
     for name in sorted({*timm.list_models(), *denoiser_names()}):
         module, size = family_module(name), re.search("|".join(reversed(order)), name)
         if module.startswith(f"{repro.models.__name__}.") and size and not re.search("_nano|_deep", name):

@@ -86,6 +86,10 @@ class Ranks:
         dist.gather_object(value, found)
         return found or []
 
+    def join(self, values: Sequence[Any]) -> list[Any]:
+        """Concatenate the sequences of all ranks, in their order; every rank gets the result."""
+        return [value for of_rank in self.from_first(self.gather(values)) for value in of_rank]
+
     def from_first(self, value: Any) -> Any:
         """Broadcast rank 0's value to every rank."""
         if self.world_size == 1:
@@ -142,6 +146,11 @@ def require_gpus(processes: int, device: str) -> None:
         )
 
 
+def in_torchrun() -> bool:
+    """Tell whether torchrun started this process as one of a training's ranks."""
+    return "WORLD_SIZE" in os.environ
+
+
 @contextlib.contextmanager
 def joined(device_type: str) -> Iterator[Ranks]:
     """Open the process group of this run within the context and yield its ranks: NCCL for `cuda`, gloo for `cpu`.
@@ -149,7 +158,7 @@ def joined(device_type: str) -> Iterator[Ranks]:
     Raises:
         UserError: torchrun's variables are incomplete, or name more processes than this machine has GPUs.
     """
-    if "WORLD_SIZE" not in os.environ:
+    if not in_torchrun():
         yield Ranks()
         return
     if missing := {"RANK", "LOCAL_RANK"} - os.environ.keys():

@@ -40,6 +40,11 @@ class OwnData(NamedTuple):
     path: Path
     name: str
 
+    @property
+    def full_name(self) -> str:
+        """Return `KIND:PATH` with the resolved path: params hold it, and their hash must not depend on the spelling."""
+        return f"{self.kind}:{self.path}"
+
 
 def parse_own(data: str) -> OwnData | None:
     """Parse `KIND:PATH`; return None for the name of a cell.

@@ -10,6 +10,7 @@ import numpy as np
 from ..core.errors import UserError
 from ..core.hashing import short_hash
 from ..core.paths import Paths
+from ..core.ranks import in_torchrun
 from ..core.record import make_identity, write_record
 from ..core.runtime import Runtime
 from . import ade20k, coco
@@ -77,9 +78,13 @@ def download(params: PrepareData, paths: Paths, runtime: Runtime, cell: str) -> 
 def prepare_own(data: str, paths: Paths, runtime: Runtime) -> None:
     """Split and prepare a set `KIND:PATH`, and print a warning where its classes are unbalanced.
 
+    Under torchrun it does nothing, because the process that started torchrun has done it.
+
     Raises as `prepare` and `split_own`, and UserError where dense labels teach nothing, or a sampled picture that no
     training replaces is unreadable.
     """
+    if in_torchrun():
+        return
     own = parse_own(data)
     split_own(paths, own)
     if "coco" in KINDS[own.kind].parts:

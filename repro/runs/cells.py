@@ -4,7 +4,6 @@ import contextlib
 import csv
 import dataclasses
 import math
-import os
 import shutil
 import sys
 import time
@@ -18,7 +17,7 @@ from ..core.csvfile import format_csv
 from ..core.errors import Interrupted, UserError, blame
 from ..core.hashing import hash_file
 from ..core.paths import find_root
-from ..core.ranks import Ranks, joined, launch_ranks
+from ..core.ranks import Ranks, in_torchrun, joined, launch_ranks
 from ..core.record import (
     CURVE_SCORES,
     atomic,
@@ -94,7 +93,7 @@ def read_cells(
         f"_{epochs}epochs": epochs is not None,
         f"_{seeds}seeds": seeds is not None,
     }
-    suffix = "".join(change for change, is_made in changes.items() if is_made)
+    suffix = "".join(change for change, is_made in changes.items() if is_made)  # names the results of a changed cell
     cells = []
     for name in [cell] if cell else list_cells(paths, stage):
         params = load_section(spec.params, paths.params, stage, name)
@@ -128,12 +127,12 @@ def train_cells(cells: Sequence[Cell], gpus: int | None = None) -> None:
     Raises:
         UserError: as `build_job`, with `gpus` before any process starts; or a folder holds the record of another run.
     """
-    if gpus is not None and "WORLD_SIZE" not in os.environ:
+    if gpus is not None and not in_torchrun():  # in each process that torchrun starts, the same command trains
         for cell in cells:
             check_before_launch(cell, gpus)
         launch_ranks(gpus, sys.argv[1:])
         return
-    with joined(choose_device(cells[0].runtime.device).type) as ranks:
+    with joined(choose_device(cells[0].runtime.device).type) as ranks:  # all cells have the same runtime
         for cell in (dataclasses.replace(each, ranks=ranks) for each in cells):
             started, finished = time.monotonic(), find_finished_seeds(cell)
             waiting = [seed for seed in cell.params.seeds if seed not in finished]
@@ -148,14 +147,15 @@ def train_cells(cells: Sequence[Cell], gpus: int | None = None) -> None:
                 try:
                     outcome = run_job(job)
                 except Interrupted as error:
+                    # the cells before it are then trained again only if they are of the graph
                     if not cell.is_of_graph or cell.name == cells[0].name:
                         raise
                     signum, where = error.args
                     advice = f"--cell {cell.name} continues this training alone, else the cells before it train again"
                     raise Interrupted(signum, f"{where}; {advice}") from None
-                if outcome is not None:
+                if outcome is not None:  # None on all ranks but the first
                     outcomes[seed] = outcome
-            if outcomes:
+            if outcomes:  # `job` is then that of the last seed
                 record_cell(job, outcomes, finished, started)
             elif not waiting and ranks.first:
                 record = cell.record.relative_to(cell.paths.root)
@@ -198,19 +198,17 @@ def record_cell(
     if cell.ranks.world_size > 1:
         place["device"] += f", {cell.ranks.world_size} processes"
     identity = make_identity(cell.paths.root, cell.params, data_manifest=cell.inputs[0], **place)
-    identity["golden_hash"] = hash_golden(cell.paths, cell.params)
+    golden = {"golden_hash": hash_golden(cell.paths, cell.params)}
     recipe, _ = describe_job(job, cell.params.seeds[0])
     seconds = time.monotonic() - started + sum(outcome.earlier[0] for outcome in outcomes.values())
-    if finished and (run := find_run(cell.record)).is_file():
+    if finished and (run := find_run(cell.record)).is_file():  # the file beside the record, with the seconds so far
         seconds += read_json(run)["seconds"]
     # DVC shows and compares metrics.json of the graph's cells, so it has the scores alone; other records are one file
     scores = cell.spec.scores if cell.is_of_graph else ()
-    write_record(cell.record, metrics, identity | recipe, seconds, scores=scores, curve=curve)
+    write_record(cell.record, metrics, identity | golden | recipe, seconds, scores=scores, curve=curve)
     if job.task.device.type == "cuda":
-        identity = make_identity(cell.paths.root, cell.params, data_manifest=cell.inputs[0], **place)
-        record_speed(
-            cell, [outcome.speed for outcome in outcomes.values()], device_slug(job.task.device), identity, seconds
-        )
+        speeds = [outcome.speed for outcome in outcomes.values()]
+        record_speed(cell, speeds, device_slug(job.task.device), identity, seconds)
     remove_states(cell, outcomes)
     print_scores(cell, metrics)
 
@@ -270,7 +268,7 @@ def find_finished_seeds(cell: Cell) -> dict[int, dict[str, Any]]:
     seeds = (*cell.params.seeds, *finished)
     params = dataclasses.replace(cell.params, seeds=tuple(seed for seed in dict.fromkeys(seeds) if seed in finished))
     now = {"params_hash": params_hash(params), "data_manifest_hash": hash_file(cell.inputs[0])}
-    held = record["identity"]
+    held = record["identity"]  # what the record says, to be compared with what holds `now`
     if set(cell.params.seeds) - set(finished):  # new seeds must run as the old ones: a record names one code and device
         device = choose_device(cell.runtime.device)
         held = held | {"device": name_machine(held)}
@@ -307,7 +305,10 @@ def _announce(job: Job, seed: int, *, first: bool) -> None:
 
 
 def describe_job(job: Job, seed: int) -> tuple[dict[str, Any], list[str]]:
-    """Return the recipe for the record and its printed lines; without a recipe, the parameters and the device."""
+    """Return the recipe of a training with one seed for the record, and its printed lines; see `Cell.recipe`.
+
+    Without a `Cell.recipe`, the record has the parameters and the facts about the run, and no line is printed.
+    """
     world_size = job.cell.ranks.world_size
     params = job.params.with_seed(seed)
     facts = {
@@ -326,7 +327,7 @@ def find_place(job: Job) -> dict[str, str]:
     """Return the device, the dtype and the kernels' backend of a training's steps."""
     from ..models.registry import kernel_backend
 
-    network = getattr(job.task.model, "backbone", job.task.model)
+    network = getattr(job.task.model, "backbone", job.task.model)  # a dense model's head has no kernels of ours
     backend = kernel_backend(network, torch_dtype(job.precision))
     return {"device": device_label(job.task.device), "dtype": job.precision, "backend": backend}
 
@@ -351,6 +352,7 @@ def _collect_files(cell: Cell, outcomes: Mapping[int, Outcome], finished: Mappin
         with contextlib.ExitStack() as renamed_at_the_end:
             for target, file in files.items():
                 shutil.copyfile(file, renamed_at_the_end.enter_context(atomic(target)))
+        # those of an earlier run that this one does not have
         old = {file for part in _FOLDERS for file in (cell.folder / part).rglob("*") if file.is_file()}
         for file in old - files.keys():
             file.unlink()
@@ -400,7 +402,7 @@ def summarise_cell(cell: Cell, by_seed: Mapping[int, dict[str, Any]], *, kind: s
         metrics["steps"] = first["steps"]
     if "unreadable_images" in first:
         metrics["unreadable_images"] = max(record["unreadable_images"] for record in records)
-    if (size := getattr(getattr(params, "transform", None), "image_size", None)) is not None:
+    if (size := getattr(params.transform, "image_size", None)) is not None:
         metrics["image_size"] = size
     # `mesa` and `freeze` are recorded only if used: older records lack the keys
     if (mesa := getattr(params, "mesa", None)) is not None:
@@ -408,6 +410,7 @@ def summarise_cell(cell: Cell, by_seed: Mapping[int, dict[str, Any]], *, kind: s
     if getattr(params, "freeze", False):
         metrics["freeze"] = True
     for name in first:
+        # also percentages that are no scores, such as the skip rate; not the score of the last evaluation but one
         scored = name in spec.scores or (name.endswith("_percent") and "_previous_" not in name)
         if scored and all(isinstance(record.get(name), int | float) for record in records):
             metrics[name] = describe_sample([record[name] for record in records]).mean
@@ -428,5 +431,6 @@ def print_scores(cell: Cell, metrics: Mapping[str, Any]) -> None:
 
 
 def _format_score(metrics: Mapping[str, Any], key: str, label: str) -> str:
+    """Write a score, and its standard deviation over the seeds where there are several: `top-1 91.20 ± 0.35 %`."""
     std, (places, unit) = metrics.get(name_statistic(key, "std")), (2, " %") if key.endswith("_percent") else (4, "")
     return f"{label} {metrics[key]:.{places}f}{'' if std is None else f' ± {std:.{places}f}'}{unit}"

@@ -1,7 +1,6 @@
 """The cell of `repro linearize --from`, which has no section in params.yaml."""
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from ..tasks.linearization.spec import SPEC
 from .job import Cell, Recipe, describe_init
 
 _STAGE = "linearize"
+# timm's modules of the models that `models.linearize.read_shell` can read
 _VITS = {"timm.models.vision_transformer", "timm.models.deit"}
 
 
@@ -57,13 +57,13 @@ def make_cell(
     file, teacher = find_weights(paths, source, model)
     opened = open_weights(file, model=teacher).require_classifier()
     if opened.is_own:
-        teacher = None  # the file says it
-    shell = read_shell(opened.build(), source)
+        teacher = None  # the file says it, and the params must not say it again, see `LinearizeParams.teacher`
+    shell = read_shell(opened.build(), source)  # all of the ViT but its attention
     own = parse_own(data or "")
     if own and own.kind != "folder":
         raise UserError(f"linearize: --data {data}: expected folder:PATH, or a cell of prepare_data")
     if own:
-        data = f"{own.kind}:{own.path}"  # the hash of the parameters has it, and must not depend on the spelling
+        data = own.full_name
     params = find_recipe(paths, None if own else data)
     name, of_shell = choose_student(shell)
     changes: dict[str, Any] = {"model": name, "options": of_shell | options, "teacher": teacher, "snapshot_epochs": ()}
@@ -84,7 +84,7 @@ def make_cell(
         build_model(name, img_size=params.transform.image_size, **params.options)
     except ValueError as error:
         raise UserError(f"linearize: {error}") from None
-    if own and "WORLD_SIZE" not in os.environ:  # else the process that started torchrun has done it
+    if own:
         prepare_own(data, paths, runtime)
     stem = file.parent.name if file.stem == "weights" else file.stem
     parts = [stem, *(f"{key}_{value}" for key, value in options.items()), own.name if own else params.data]
@@ -121,6 +121,7 @@ def find_weights(paths: Paths, source: str, model: str | None) -> tuple[Path, st
     from ..models.checkpoints import open_weights
     from ..models.registry import family_module
 
+    # a name of timm's may hold a dot before its tag, as a file's name before its suffix
     file, tagged = Path(source), "." in source and is_model_pretrained(source)
     if model is not None or file.exists() or (file.suffix and not tagged):
         if not file.is_file():

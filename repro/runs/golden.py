@@ -25,18 +25,14 @@ from ..core.record import read_json, write_text
 from ..core.runtime import Runtime
 from ..data.manifest import write_manifest
 from ..data.prepare import scan_manifest
-from ..tasks.classification.spec import SPEC as CLASSIFY
-from ..tasks.detection.spec import SPEC as DETECT
-from ..tasks.generation.spec import SPEC as GENERATE
-from ..tasks.linearization.spec import SPEC as LINEARIZE
-from ..tasks.segmentation.spec import SPEC as SEGMENT
+from ..tasks import load_tasks
+from ..tasks.classification.params import ClassifierParams
 from ..training.checkpoint import Checkpointer
 from ..training.loop import fit
 from ..training.watch import Watch
-from .job import Cell, build_job
+from .job import Cell, build_job, find_golden
 
-SPECS = {spec.name: spec for spec in (CLASSIFY, LINEARIZE, GENERATE, DETECT, SEGMENT)}
-PICTURE_KINDS = {"classes": "folder", "scenes": "scenes"}  # folder of results/golden/pictures -> kind of the data set
+_PICTURE_KINDS = {"classes": "folder", "scenes": "scenes"}  # folder of results/golden/pictures -> kind of the data set
 # relative; results of two instruction sets, and of one and two threads, agree to 4e-7
 TOLERANCE = 2e-6
 PARTS = ("loss", "grad_norm", "scores")
@@ -53,18 +49,17 @@ class _NoCheckpoints(Checkpointer):
         return None
 
 
-def folder_of(paths: Paths) -> Path:
-    """Return the folder of values and pictures."""
-    return paths.results / "golden"
-
-
 def read_cases() -> dict[str, Any]:
     """Read golden.yaml: `base`, a recipe for each task, and `families`."""
     return load_yaml(Path(__file__).with_name("golden.yaml"))
 
 
 def list_lines(cases: Mapping[str, Any], family: str) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return line -> (task, section of its cell as a mapping)."""
+    """Return line -> (task, section of its cell as a mapping).
+
+    A line is one training of the family: the recipe of its task in `base`, with the changes that golden.yaml names for
+    the family and for the line.
+    """
     said = cases["families"][family]
     lines = {}
     for name, line in said["lines"].items():
@@ -88,12 +83,12 @@ def train_line(
     Returns:
         `loss` and `grad_norm` of each step, and the final `scores` on the held-out split.
     """
-    spec, paths = SPECS[task], Paths(root)
+    spec, paths = load_tasks()[task], Paths(root)
     params = build(spec.params, section, f"golden.{name}")
     if params.init is not None:
         init = dataclasses.replace(params.init, sha256=hash_file(root / params.init.weights, digits=64))
         params = dataclasses.replace(params, init=init)
-    roots = {data: str(root / "pictures" / data) for data in PICTURE_KINDS}
+    roots = {data: str(root / "pictures" / data) for data in _PICTURE_KINDS}
     runtime = Runtime(device="cpu", threads=1, data_roots=roots)
     record = paths.results / "golden" / "line.json"
     cell = Cell(stage="golden", name="line", params=params, spec=spec, paths=paths, runtime=runtime, record=record)
@@ -107,19 +102,21 @@ def train_line(
             done, _ = fit(
                 job.task,
                 params,
-                save_every_steps=sys.maxsize,
+                save_every_steps=sys.maxsize,  # only at the end of each epoch, and then nothing is kept
                 checkpointer=_NoCheckpoints(log),
                 snapshot=lambda epoch, model: None,
                 watch=watch,
             )
     steps = [json.loads(row) for row in (log / "train.jsonl").read_text().splitlines()]
     shutil.rmtree(log)
+    # a number that is not finite is null in the log
     if bad := next((each for each in steps if None in (each["loss"], each["grad_norm"])), None):
         raise RunError(f"golden: {name}: the loss or gradients of step {bad['step']} are not finite")
     last = done.curve[-1]
     scores = {
         key: last[key] for key in sorted(last) if key not in ("epoch", "step", "lr") and not key.startswith("train_")
     }
+    # nine digits, of which `TOLERANCE` compares about six
     rounded = {key: [float(f"{step[key]:.9g}") for step in steps] for key in ("loss", "grad_norm")}
     return rounded | {"scores": {key: float(f"{score:.9g}") for key, score in scores.items()}}
 
@@ -129,8 +126,8 @@ def scratch_checkout(paths: Paths) -> Iterator[Path]:
     """Make a temporary work tree to train lines in: the committed pictures, their manifests, and initial weights."""
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
-        (root / "pictures").symlink_to(folder_of(paths) / "pictures")
-        for data, kind in PICTURE_KINDS.items():
+        (root / "pictures").symlink_to(paths.results / "golden" / "pictures")
+        for data, kind in _PICTURE_KINDS.items():
             write_manifest(
                 Paths(root).cell("prepare_data", data) / "manifest.json", scan_manifest(root / "pictures" / data, kind)
             )
@@ -152,7 +149,7 @@ def _save_starts(root: Path) -> None:
     classes = sorted(folder.name for folder in (root / "pictures" / "classes" / "train").iterdir())
     for file, family, line in (("teacher", "t5", "inner=softmax"), ("scaled", "vittt", "pool=max")):
         _, section = list_lines(read_cases(), family)[line]
-        transform = build(SPECS["classify"].params, section, "golden").transform
+        transform = build(ClassifierParams, section, "golden").transform
         options = section["options"] | {"num_classes": len(classes), "img_size": transform.image_size}
         torch.manual_seed(0)
         model = build_model(section["model"], **options)
@@ -173,17 +170,16 @@ def run_families(
             yield (family, {name: train_line(root, f"{family}.{name}", *line, prepare) for name, line in lines.items()})
 
 
-def compare_lines(family: str, found: Mapping[str, Line], kept: Mapping[str, Line]) -> list[str]:
-    """Write a sentence for each line that is new, is gone, or differs by more than rounding explains."""
-    problems = [f"{family}: {name}: has no stored values" for name in found if name not in kept]
-    problems += [f"{family}: {name}: is stored and no longer trained" for name in kept if name not in found]
+def compare_lines(family: str, found: Mapping[str, Line], kept: Mapping[str, Line]) -> dict[str, list[str]]:
+    """Return line -> what is wrong with it, for lines that are new, gone, or different by more than rounding."""
+    problems = {name: ["has no stored values"] for name in found if name not in kept}
+    problems |= {name: ["is stored and no longer trained"] for name in kept if name not in found}
     for name in (name for name in found if name in kept):
-        allowed = find_tolerances(family, name)
-        for part, difference in measure_differences(found[name], kept[name]).items():
-            if difference > allowed[part]:
-                problems.append(
-                    f"{family}: {name}: {part} differs by {difference:.1e}; {allowed[part]:.0e} is rounding"
-                )
+        allowed, differences = find_tolerances(family, name), measure_differences(found[name], kept[name])
+        if beyond := [part for part in PARTS if differences[part] > allowed[part]]:
+            problems[name] = [
+                f"{part} differs by {differences[part]:.1e}; {allowed[part]:.0e} is rounding" for part in beyond
+            ]
     return problems
 
 
@@ -201,6 +197,7 @@ def measure_differences(a: Line, b: Line) -> dict[str, float]:
         x, y = (dict(enumerate(line[part])) if isinstance(line[part], list) else line[part] for line in (a, b))
         pairs = [(x[key], y[key]) for key in x] if x.keys() == y.keys() else [(math.inf, 1.0)]
         relative = [abs(one - other) / max(abs(one), abs(other), 1e-12) for one, other in pairs]
+        # `max` could overlook a NaN
         found[part] = math.inf if any(map(math.isnan, relative)) else max(relative)
     return found
 
@@ -212,18 +209,13 @@ def update_families(families: Sequence[str], *, check: bool = False) -> list[str
     """
     paths, problems = find_root(), []
     for family, found in run_families(paths, families):
-        file = folder_of(paths) / f"{family}.json"
+        file = find_golden(paths, family)
         kept = read_json(file) if file.is_file() else {}
         different = compare_lines(family, found, kept)
         print(f"{family}: {len(found)} lines, {'differs' if different else 'holds'}", flush=True)
         if different and not check:
-            hold = {
-                name
-                for name in found.keys() & kept.keys()
-                if not compare_lines(family, {name: found[name]}, {name: kept[name]})
-            }
-            _write_lines(file, {name: kept[name] if name in hold else line for name, line in found.items()})
-        problems += different
+            _write_lines(file, {name: line if name in different else kept[name] for name, line in found.items()})
+        problems += [f"{family}: {name}: {problem}" for name, of_line in different.items() for problem in of_line]
     return problems
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..core.config import params_hash
 from ..core.errors import UserError
 from ..core.hashing import hash_file, hash_files, require_hash
 from ..core.paths import Paths
@@ -79,8 +78,8 @@ class Cell:
         return (manifest, self.init) if self.init else (manifest,)
 
     def state_folder(self, seed: int) -> Path:
-        """Return the folder of a run's state; its name has the hash of the params, so no run continues another."""
-        return self.paths.run_state(self.stage, self.name, f"seed_{seed}-{params_hash(self.params.with_seed(seed))}")
+        """Return the folder of the state of a run with one seed."""
+        return self.paths.run_state(self.stage, self.name, self.params.state_key(seed))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,6 +154,7 @@ def build_job(cell: Cell, seed: int) -> Job:
     if device.type == "cuda" and ranks.world_size > 1:
         device = torch.device("cuda", ranks.local_rank)
     data = open_cell(cell.paths, runtime, params.data)
+    # the last held-out split is the reported one, see `repro.training.loop.Task`
     datasets = spec.open_datasets(data, params, data.row.held_out if cell.reported else data.row.held_out[:1])
     prepare_process(runtime)
     verify_init(cell)
@@ -169,7 +169,7 @@ def build_job(cell: Cell, seed: int) -> Job:
     here = {"workers": runtime.workers, "device": device, "rank": ranks.rank, "world_size": ranks.world_size}
     order = {"seed": seed, "groups": datasets.groups, "batches_per_epoch": params.steps_per_epoch}
     train = TrainLoader(datasets.train, batch_size=share, **order, **here)
-    at_once = 1 if datasets.alone else micro_batch
+    at_once = 1 if datasets.alone else micro_batch  # images per forward pass of an evaluation
     held_out = {split: EvalLoader(dataset, batch_size=at_once, **here) for split, dataset in datasets.held_out.items()}
     parts = {
         "model": model,
@@ -206,6 +206,7 @@ def run_job(job: Job) -> Outcome | None:
     snapshots.mkdir(parents=True, exist_ok=True)
 
     def snapshot(epoch: int, model: Any) -> None:
+        """Save the weights after an epoch that `snapshot_epochs` names; `fit` calls it after each one."""
         if epoch in job.params.snapshot_epochs:
             save_weights(snapshots / f"epoch_{epoch:03d}.safetensors", model, **job.described)
 
@@ -270,14 +271,14 @@ def place_model(model: Any, runtime: Runtime, ranks: Ranks, device: Any) -> Any:
     return model
 
 
-def find_golden(paths: Paths, params: TrainParams) -> Path:
-    """Return the file of the golden losses of the cell's family, which stand for its code; it need not exist."""
-    return paths.results / "golden" / f"{params.family}.json"
+def find_golden(paths: Paths, family: str) -> Path:
+    """Return the file of a family's golden losses, which stand for its code, see `runs.golden`; it need not exist."""
+    return paths.results / "golden" / f"{family}.json"
 
 
 def hash_golden(paths: Paths, params: TrainParams) -> str | None:
-    """Return the short hash of `find_golden`; None without that file."""
-    file = find_golden(paths, params)
+    """Return the short hash of the golden losses of a training's family; None if the family has none."""
+    file = find_golden(paths, params.family)
     return hash_file(file) if file.is_file() else None
 
 
@@ -318,7 +319,7 @@ def require_resumable(cell: Cell, seed: int, processes: int) -> dict[str, Any]:
         {inputs, golden, processes, device, precision}, with which the next call is compared; an older one may lack some.
     """
     device = choose_device(cell.runtime.device)
-    state, golden = cell.state_folder(seed), find_golden(cell.paths, cell.params)
+    state, golden = cell.state_folder(seed), find_golden(cell.paths, cell.params.family)
     found = {
         "inputs": {file.name: hash_files(file.parent, [file.name]) for file in cell.inputs},
         "golden": hash_golden(cell.paths, cell.params),
@@ -328,7 +329,7 @@ def require_resumable(cell: Cell, seed: int, processes: int) -> dict[str, Any]:
     }
     note = state / "run.json"
     if note.is_file() and any(state.glob("step_*.pt")):
-        before = found | read_json(note)
+        before = found | read_json(note)  # what an older note lacks counts as unchanged
         changed = [file for file in cell.inputs if before["inputs"].get(file.name) != found["inputs"][file.name]]
         changed += [golden] if before["golden"] != found["golden"] else []
         if changed:
@@ -346,7 +347,7 @@ def require_resumable(cell: Cell, seed: int, processes: int) -> dict[str, Any]:
 
 def _count_run(done: Any, model: Any, task: Any, spec: TaskSpec) -> dict[str, Any]:
     """Return the metrics of every training; if another split is reported, those of the curve begin with its split."""
-    last, score = done.curve[-1], next(iter(spec.scores))
+    last, score = done.curve[-1], next(iter(spec.scores))  # the task's most important score
     of_curve = "" if task.curve_split == task.reported_split else f"{task.curve_split}_"
     found = {
         "num_params": sum(p.numel() for p in model.parameters()),
@@ -361,6 +362,7 @@ def _count_run(done: Any, model: Any, task: Any, spec: TaskSpec) -> dict[str, An
         found |= {f"{of_curve}{name}": last[name] for name in spec.scores if name in last}
     if found["train_loss"] is None or not math.isfinite(found["train_loss"]):
         found |= {"train_loss": None, "train_loss_reason": "not finite in any step of the last epoch"}
+    # the score of the last evaluation but one shows whether the training still improves
     evaluated = [row[score] for row in done.curve if score in row]
     name = f"{of_curve}{name_statistic(score, 'previous')}"
     if len(evaluated) > 1 and math.isfinite(evaluated[-2]):

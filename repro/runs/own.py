@@ -7,7 +7,6 @@ from its search on digits; the other rates, and the recipes for scenes, were not
 
 import dataclasses
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 from ..core.errors import UserError
 from ..core.hashing import require_hash
 from ..core.paths import find_root
+from ..core.ranks import in_torchrun
 from ..core.runtime import load_runtime
 from ..data.cells import manifest_path, open_cell
 from ..data.manifest import read_manifest
@@ -30,14 +30,15 @@ from ..training.params import InitParams, OptimParams
 from .cells import train_cells
 from .job import Cell, describe_init
 
-NANO = "vittt_nano_patch16_144"
+_NANO = "vittt_nano_patch16_144"
 SMALL = 20_000  # training pictures below which a set is small
-FEWEST_STEPS = 1500  # least number of steps from random weights
-FEWEST_TUNING_STEPS = 400  # least number of steps from given weights
+_FEWEST_STEPS = 1500  # least number of steps from random weights
+_FEWEST_TUNING_STEPS = 400  # least number of steps from given weights
 _RAND_AUGMENT = "rand-m9-mstd0.5-inc1"  # DeiT's
 _KINDS = {"pretrain": ("folder",), "detect": ("coco", "boxes"), "segment": ("ade20k",)}
 _SHORT_PX = (128, 512)  # bounds of the short side of scenes
 _MIDDLE_STRIDE = 16  # stride of the middle one of five levels with anchors
+# sizes of Mask R-CNN's heads for a nano, as in the profile mini; see `MaskRcnnParams`
 _NANO_RCNN = {
     "fpn_channels": 32,
     "box_channels": 128,
@@ -90,7 +91,7 @@ def train_own(
     if own is None or own.kind not in _KINDS[stage]:
         expected = f"expected {' or '.join(f'{kind}:PATH' for kind in _KINDS[stage])}; cells of params.yaml are named by --cell"
         raise UserError(f"{stage}: --data {data}: {expected}")
-    data = f"{own.kind}:{own.path}"  # the hash of the parameters has it, and must not depend on the spelling
+    data = own.full_name
     from timm.models import get_pretrained_cfg_value
 
     from ..models.checkpoints import open_weights
@@ -113,10 +114,9 @@ def train_own(
         except RuntimeError:  # timm's, for an unknown tag and for a denoiser
             problem = "is no classifier, or none with this tag"
             raise UserError(f"{stage}: --model {model}: {problem}; name a classifier without a tag") from None
-    if "WORLD_SIZE" not in os.environ:  # else the process that started torchrun has done it
-        prepare_own(data, paths, runtime)
+    prepare_own(data, paths, runtime)
     images = read_manifest(manifest_path(paths, data)).splits["train"].images
-    model = model or ("vittt_tiny_patch16_224" if own.kind == "folder" and images >= SMALL else NANO)
+    model = model or ("vittt_tiny_patch16_224" if own.kind == "folder" and images >= SMALL else _NANO)
     start = OwnTraining(data=data, model=model, init=init, flip=flip, epochs=epochs)
     if own.kind == "folder":
         params = choose_recipe(start, images, size or get_pretrained_cfg_value(model, "input_size")[-1])
@@ -134,7 +134,7 @@ def train_own(
     about = {"stage": stage, "name": f"{own.name}-{name}", "params": params, "spec": spec, "record": record}
     cell = Cell(paths=paths, runtime=runtime, **about)
     train_cells([cell], gpus)
-    if gpus is None and "WORLD_SIZE" not in os.environ:
+    if gpus is None and not in_torchrun():
         print(f"use it: repro predict PICTURES --weights {cell.folder / 'weights.safetensors'}")
 
 
@@ -145,8 +145,8 @@ class OwnTraining:
     Args:
         data, model, init: see `TrainParams`.
         flip: whether to mirror half of the pictures.
-        epochs: number of epochs; None: enough for `FEWEST_STEPS` steps and 30 epochs (scenes: 12) or, from given
-            weights, for `FEWEST_TUNING_STEPS` steps and 10 epochs (scenes: 6).
+        epochs: number of epochs; None: enough for `_FEWEST_STEPS` steps and 30 epochs (scenes: 12) or, from given
+            weights, for `_FEWEST_TUNING_STEPS` steps and 10 epochs (scenes: 6).
     """
 
     data: str
@@ -166,9 +166,16 @@ class OwnTraining:
         return 0.5 if self.flip else 0.0
 
     def choose_length(self, images: int, largest: int, passes: int, evaluations: int) -> dict[str, Any]:
-        """Return the settings that all recipes share; batches have at most `largest` pictures."""
+        """Return the settings that all recipes share.
+
+        Args:
+            images: number of training pictures.
+            largest: most pictures in a batch.
+            passes: least number of epochs, unless the user gave one.
+            evaluations: about how often the model is evaluated during the training.
+        """
         batch_size = max(1, min(largest, images))
-        steps = FEWEST_TUNING_STEPS if self.init else FEWEST_STEPS
+        steps = _FEWEST_TUNING_STEPS if self.init else _FEWEST_STEPS
         epochs = self.epochs or min(300, max(passes, math.ceil(steps * batch_size / images)))
         return {
             "model": self.model,
@@ -186,13 +193,14 @@ def choose_recipe(start: OwnTraining, images: int, image_size: int) -> Classifie
     small, nano, init = images < SMALL, start.nano, start.init
     largest = 32 if small else 256
     shared = start.choose_length(images, largest, 10 if init else 30, 10)
+    # given weights learn slower than random ones, and large models slower than a nano
     rate = (1e-3 if nano else 1e-4) if init else (4e-3 if nano else 5e-4)
     warmup = max(1, shared["epochs"] // 10)
     crops = {"scale": (0.7, 1.0), "ratio": (0.85, 1.18), "crop_pct": 1.0} if small else {"auto_augment": _RAND_AUGMENT}
     mixing = MixParams(mixup=0.0, cutmix=0.0) if small else MixParams()
     return ClassifierParams(
         **shared,
-        max_unreadable=images // 100,
+        max_unreadable=images // 100,  # a set of one's own may have some broken files
         optim=OptimParams(lr=rate, min_lr=rate / 100, lr_batch_size=largest, warmup_epochs=warmup),
         mix=mixing,
         transform=TransformSettings(image_size=image_size, hflip=start.hflip, **crops),
@@ -210,9 +218,10 @@ def choose_detector(start: OwnTraining, instances: Any) -> DetectParams:
 
     short, long = _choose_sides(instances.sizes)
     transform = DetectionTransformSettings(min_size=(short,), max_size=long, hflip=start.hflip)
-    images = len(CocoDetection(instances, transform, training=True))
-    enlarged = short / float(np.median(instances.sizes.min(axis=1)))
+    images = len(CocoDetection(instances, transform, training=True))  # pictures without an object are left out
+    enlarged = short / float(np.median(instances.sizes.min(axis=1)))  # factor from the pictures to the model's inputs
     left, top, right, bottom = instances.boxes.T
+    # the median object's side in pixels of the input; its anchor belongs on the middle level
     middle = enlarged * float(np.median(np.sqrt((right - left) * (bottom - top))))
     pyramid = _build_pyramid("detect", start.model, "last")
     rate = (1.3e-3 if start.init else 3e-3) if start.nano else 1e-4
@@ -231,7 +240,7 @@ def choose_segmenter(start: OwnTraining, pairs: Any) -> SegmentParams:
 
     sizes, pixels = survey(pairs)
     short, long = _choose_sides(sizes)
-    crop = max(64, short // 32 * 32)
+    crop = max(64, short // 32 * 32)  # sides of images are multiples of 32; windows overlap by a third below
     pyramid = _build_pyramid("segment", start.model, "each")
     heads = {"channels": 48, "aux_channels": 16, "dropout": 0.0} if start.nano else {}
     return SegmentParams(
@@ -284,6 +293,7 @@ def _weigh(pixels: np.ndarray) -> tuple[float, ...]:
 
 
 def _build_pyramid(stage: str, model: str, features: str) -> Any:
+    """Build a model's pyramid with random weights, to see whether it has one and of which kind; UserError if not."""
     from ..models.pyramid import build_pyramid
 
     try:

@@ -78,7 +78,8 @@ class Training:
 def list_trainings(paths: Paths, runtime: Runtime) -> Iterator[Training]:
     """Yield the registered trainings in order: all searches, seed 0 of every cell, seed 1 of every cell, …
 
-    A seed is trained at the rate in params.yaml, which `train_all` compares with the one that the search chose.
+    A seed is trained at the rate in params.yaml, which `train_all` compares with the one that the search chose. Any
+    change of a trial's or a seed's params here makes `is_done` refuse every file that exists.
 
     Raises:
         UserError: no such section, or wrong parameters.
@@ -96,6 +97,7 @@ def list_trainings(paths: Paths, runtime: Runtime) -> Iterator[Training]:
             optim = dataclasses.replace(each.params.optim, lr=rate)
             params = dataclasses.replace(each.params, optim=optim, seeds=(SEARCH_SEED,)).with_epochs(SEARCH_EPOCHS)
             yield Training(cell=dataclasses.replace(each, params=params, reported=False), rate=rate)
+    # a cell with fewer seeds than others is left out of the last rounds
     for place in range(max(len(each.params.seeds) for each in cells)):
         for each in cells:
             if place < len(each.params.seeds):
@@ -246,6 +248,7 @@ def _name_device(machine: dict[str, Any]) -> str:
 
 
 def _name_dtype(params: ClassifierParams, machine: dict[str, Any]) -> str:
+    """Return the precision in which this cell trains on a machine, as described by `describe_place`."""
     import torch
 
     return params.resolve_precision(torch.device("cuda" if "cuda" in machine else "cpu"))
@@ -287,7 +290,10 @@ def choose_rate(trials: Sequence[dict[str, Any]]) -> float:
 
 
 def expect_seconds(training: Training, trainings: Sequence[Training]) -> float:
-    """Estimate a training's seconds from the finished ones of its cell."""
+    """Estimate a training's seconds from the slowest of the finished ones of its cell, with a margin.
+
+    It takes the seconds of all cores for those of a clock, which are fewer where a training has several threads.
+    """
     done = [read_json(each.file) for each in trainings if each.cell.name == training.cell.name and each.file.is_file()]
     known = [3600 * each["core_hours"] / each["epochs"] for each in done]
     return training.cell.params.epochs * (MARGIN * max(known) if known else UNKNOWN_S)

@@ -26,8 +26,8 @@ from ..training.params import TrainParams
 from .cells import find_place
 from .job import Cell, build_job, hash_golden, run_job
 
-RULE = "highest score on tune; among equals the lower rate, then the shorter warm-up"
-WIDENINGS = 3  # the most times that a grid is widened
+_RULE = "highest score on tune; among equals the lower rate, then the shorter warm-up"
+_WIDENINGS = 3  # the most times that a grid is widened
 SECTION = "tune"
 
 
@@ -37,7 +37,7 @@ class TuneParams:
 
     Args:
         cell: whose rate and warm-up are chosen: `pretrain.NAME`, or another section's.
-        family, data: those of this cell, for DVC.
+        family, data: those of this cell, repeated because dvc.yaml cannot look them up in another section.
         lr, warmup_epochs: the values, each with each, see `OptimParams`; of two values or more, the search goes on
             beyond the best one if it is the first or the last. Without `warmup_epochs`, the cell's own holds.
         seed: of every trial; no seed whose results are reported.
@@ -139,7 +139,7 @@ def run_search(search: Search) -> None:
         RunError: every trial diverged. Otherwise as `run_job`.
     """
     started, grid, done = time.monotonic(), search.tune, {}
-    for _ in range(1 + WIDENINGS):
+    for _ in range(1 + _WIDENINGS):
         for trial in search.list_trials(grid):
             if trial.name not in done:
                 done[trial.name] = _run_trial(search, trial)
@@ -158,13 +158,13 @@ def run_search(search: Search) -> None:
         "split": "tune",
         "seed": search.tune.seed,
         "score": search.score,
-        "rule": RULE,
+        "rule": _RULE,
         "trials": trials,
         "chosen": {name: chosen[name] for name in ("lr", "warmup_epochs")},
     }
     # the parameters of a trial, so that the hash stays the same when the chosen rate is written into the cell
     params = SearchParams(cell=search.list_trials(search.tune)[0].params, tune=search.tune)
-    place = next(iter(done.values()))["place"]
+    place = next(iter(done.values()))["place"]  # device, dtype and backend, taken to be those of all trials
     identity = make_identity(cell.paths.root, params, data_manifest=cell.inputs[0], **place)
     identity["golden_hash"] = hash_golden(cell.paths, cell.params)
     write_record(cell.record, metrics, identity, time.monotonic() - started)
@@ -182,6 +182,7 @@ def _run_trial(search: Search, trial: Cell) -> dict[str, Any]:
     hashes["golden"] = hash_golden(trial.paths, trial.params)
     if trial.params.init is not None:  # they may be those of a cell that was trained again
         hashes["init"] = hash_file(trial.init)
+    # outside the state's folder, which is removed below
     file = trial.state_folder(search.tune.seed).parent / "trial.json"
     if file.is_file() and (kept := read_json(file))["origin"] == hashes:
         return kept
@@ -206,7 +207,7 @@ def _run_trial(search: Search, trial: Cell) -> dict[str, Any]:
 
 
 def choose_trial(trials: Sequence[Mapping[str, Any]], score: str) -> Mapping[str, Any] | None:
-    """Return the trial that `RULE` chooses; None if all diverged."""
+    """Return the trial that `_RULE` chooses; None if all diverged."""
     sound = [trial for trial in trials if not trial["diverged"]]
     return max(sound, key=lambda trial: (trial[score], -trial["lr"], -trial["warmup_epochs"]), default=None)
 
@@ -214,23 +215,25 @@ def choose_trial(trials: Sequence[Mapping[str, Any]], score: str) -> Mapping[str
 def widen(grid: TuneParams, best: Mapping[str, Any], epochs: int) -> TuneParams | None:
     """Return the grid with another value beyond each edge at which the best trial lies; None if it lies at no edge.
 
-    A new rate continues the ratio of the two at the edge. A new warm-up is one epoch shorter or longer, if it stays
-    shorter than the training of `epochs`.
+    A new rate continues the ratio of the two at the edge. A new warm-up is one epoch shorter or longer, if it is not
+    negative and stays shorter than the training of `epochs`. A single value of either is fixed by the user, and has no
+    edge.
     """
     wider: dict[str, tuple[Any, ...]] = {}
     rates, warmups = sorted(grid.lr), sorted(grid.warmup_epochs)
-    if len(rates) > 1 and best["lr"] == rates[-1]:
-        wider["lr"] = (*grid.lr, rates[-1] * rates[-1] / rates[-2])
-    elif len(rates) > 1 and best["lr"] == rates[0]:
-        wider["lr"] = (*grid.lr, rates[0] * rates[0] / rates[1])
-    if len(warmups) > 1 and best["warmup_epochs"] == warmups[-1] and warmups[-1] + 1 < epochs:
-        wider["warmup_epochs"] = (*grid.warmup_epochs, warmups[-1] + 1)
-    elif len(warmups) > 1 and best["warmup_epochs"] == warmups[0] > 0:
-        wider["warmup_epochs"] = (*grid.warmup_epochs, warmups[0] - 1)
+    if len(rates) > 1:
+        beyond = {rates[0]: rates[0] * rates[0] / rates[1], rates[-1]: rates[-1] * rates[-1] / rates[-2]}
+        if best["lr"] in beyond:
+            wider["lr"] = (*grid.lr, beyond[best["lr"]])
+    if len(warmups) > 1:
+        beyond = {warmups[0]: warmups[0] - 1, warmups[-1]: warmups[-1] + 1}
+        if 0 <= (further := beyond.get(best["warmup_epochs"], -1)) < epochs:
+            wider["warmup_epochs"] = (*grid.warmup_epochs, further)
     return dataclasses.replace(grid, **wider) if wider else None
 
 
 def _show(search: Search, metrics: Mapping[str, Any]) -> None:
+    """Print the trials of a finished search as a table, and mark the chosen one; `metrics` are its record's."""
     score, chosen, rows = metrics["score"], metrics["chosen"], []
     for trial in metrics["trials"]:
         mark = "chosen" if all(trial[name] == value for name, value in chosen.items()) else ""

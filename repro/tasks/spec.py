@@ -17,7 +17,8 @@ class Datasets:
         train: a data set for the loaders, see `repro.data.loader.Samples`.
         held_out: split -> such a data set; see `repro.training.loop.Task`.
         classes: the names of the classes, by index.
-        groups: group of each training sample, or None; see `repro.data.loader.TrainOrder`.
+        groups: (N,) group of each training sample, of which batches take pairs; None for no pairs. See
+            `repro.data.loader.TrainOrder`.
         alone: whether images are evaluated one at a time, since they differ in size.
     """
 

@@ -29,13 +29,13 @@ class Checkpointer:
 
     Args:
         folder: `.runs/<stage>/<cell>/seed_<n>-<hash>`; the hash of the params separates runs with other params.
-        log: called with a line of text when a run resumes or a damaged file is skipped.
 
-    `earlier` has the seconds and the CPU seconds that earlier calls had spent when they saved the restored state.
+    `earlier` has the seconds and the CPU seconds that earlier calls had spent when they saved the restored state; both
+    are 0 before `restore`, and without a state.
     """
 
-    def __init__(self, folder: Path, log=print):
-        self.folder, self.log = folder, log
+    def __init__(self, folder: Path):
+        self.folder = folder
         self.earlier, self._began = (0.0, 0.0), read_clocks()
 
     def save(self, step: int, state: dict[str, Any]) -> None:
@@ -46,6 +46,7 @@ class Checkpointer:
         """
         # in memory, since the file's name has the hash of its content
         buffer = io.BytesIO()
+        # of all calls so far; `restore` takes it as `earlier`
         spent = [e + now - then for e, now, then in zip(self.earlier, read_clocks(), self._began, strict=True)]
         torch.save(state | {"spent": spent}, buffer)
         content = buffer.getbuffer()
@@ -62,21 +63,21 @@ class Checkpointer:
             old.unlink()
 
     def restore(self) -> dict[str, Any] | None:
-        """Load the newest undamaged state; None where there is none to resume from.
+        """Load the newest undamaged state, and print which; None where there is none to resume from.
 
         Raises:
             UserError: all states are damaged.
         """
-        sweep(self.folder, self.folder / "snapshots")
+        sweep(self.folder, self.folder / "snapshots")  # temporary files of a call that was killed
         files = self._files()
         for place, (step, path) in enumerate(files):
             content = path.read_bytes()
             if short_hash(content) != _NAME.match(path.name)[2]:
-                self.log(f"{path}: damaged (its hash differs); passing over it")
+                print(f"{path}: damaged (its hash differs); passing over it")
                 continue
             for _, damaged in files[:place]:  # else `save` would count it as one of the two generations
                 damaged.unlink()
-            self.log(f"continuing after step {step} from {path.name}")
+            print(f"continuing after step {step} from {path.name}")
             saved = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
             self.earlier = tuple(saved.get("spent", self.earlier))  # older states lack it
             return saved
@@ -95,7 +96,10 @@ class Checkpointer:
 
 
 def read_clocks() -> tuple[float, float]:
-    """Return a clock's seconds, and the CPU seconds of this process and of its children that have ended."""
+    """Return a clock's seconds, and the CPU seconds of this process and of its children that have ended.
+
+    Both count from any moment: only differences have a meaning.
+    """
     return time.monotonic(), sum(os.times()[:4])
 
 

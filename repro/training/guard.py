@@ -1,6 +1,6 @@
 """Ends of a run that diverged: too many steps with a non-finite loss or gradient, or non-finite weights."""
 
-from typing import Any, NoReturn
+from typing import Any
 
 from ..core.errors import Diverged
 
@@ -8,7 +8,7 @@ from ..core.errors import Diverged
 def find_fault(run: Any, training: Any, steps: int) -> str | None:
     """Return why a training has no result before its last evaluation, or None.
 
-    Faults are an epoch with mostly non-finite steps at the end, and any non-finite weight. Persistent buffers count as
+    Faults are a last epoch in which most steps were not finite, and any non-finite weight. Persistent buffers count as
     weights: one that holds infinity, such as a mask, would end every training here.
 
     Args:
@@ -24,17 +24,17 @@ def find_fault(run: Any, training: Any, steps: int) -> str | None:
     return None
 
 
-def end_run(task: Any, step: int, why: str) -> NoReturn:
-    """Raise `Diverged` with the files of the last batch of all ranks.
+def require_sound(task: Any, step: int, fault: str | None) -> None:
+    """Raise `Diverged` with the files of the last batch of all ranks, unless `fault` is None.
+
+    Every rank must call it with the same fault, since they exchange the files.
 
     Args:
         task: the `Task` of `repro.training.loop`.
         step: number of the last step in the run, from 1 on.
-        why: the reason, for the message.
-
-    Raises:
-        Diverged: always.
+        fault: why the run has no result, for the message.
     """
-    names = task.describe(*divmod(step - 1, task.steps_per_epoch))
-    every = [name for of_rank in task.ranks.from_first(task.ranks.gather(names)) for name in of_rank]
-    raise Diverged(step, f"step {step}: {why}; the {len(every)} files of its batch: {', '.join(every)}")
+    if fault is None:
+        return
+    every = task.ranks.join(task.describe(*divmod(step - 1, task.steps_per_epoch)))
+    raise Diverged(step, f"step {step}: {fault}; the {len(every)} files of its batch: {', '.join(every)}")

@@ -19,7 +19,7 @@ from ..core.errors import Interrupted, UserError
 from ..core.ranks import Ranks
 from ..core.ui import Progress
 from .checkpoint import Checkpointer, rng_state, set_rng_state
-from .guard import end_run, find_fault
+from .guard import find_fault, require_sound
 from .optim import build_optimizer, build_schedule
 from .params import OptimParams, TrainParams
 from .watch import Watch, format_window
@@ -105,7 +105,7 @@ class RunState:
 
     step: int = 0
     epoch_sums: dict[str, float] = dataclasses.field(default_factory=dict)
-    epoch_steps: int = 0  # finite steps in the sums
+    epoch_steps: int = 0  # finite steps of the epoch, whose numbers are in the sums
     # CUSUM of non-finite steps: +1 for a non-finite one, −1, but not below 0, for a finite one
     bad_excess: int = 0
     bad_steps: int = 0
@@ -158,7 +158,7 @@ def fit(
     training, ranks, steps = TrainingState(task, params, accumulate), task.ranks, task.steps_per_epoch
     schedule = build_schedule(training.optimizer, params.optim, task.batch_size, params.epochs, steps)
     run = _restore(checkpointer, training, ranks)
-    schedule.step_update(run.step)
+    schedule.step_update(run.step)  # the rate of the next step
     if run.step == 0 and ranks.first:
         snapshot(0, training.evaluated)
     progress = Progress("step", params.epochs * steps, done=run.step, every_update=True, shown=ranks.first)
@@ -166,7 +166,7 @@ def fit(
         while len(run.curve) < params.epochs:
             # an epoch that was stopped before its evaluation has no batches left, and goes straight to it
             epoch = len(run.curve)
-            start = run.step - epoch * steps
+            start = run.step - epoch * steps  # batches of this epoch that are done
             task.model.train()
             if params.teacher_from is not None and epoch >= params.teacher_from * params.epochs:
                 task.teacher = training.ema.module
@@ -178,10 +178,9 @@ def fit(
                 training.step(apply=not bad)
                 run.count(numbers, finite=not bad)
                 if run.bad_excess >= params.max_bad_steps:
-                    of_ranks = ranks.from_first(ranks.gather(not_finite))
-                    names = dict.fromkeys(name for of_rank in of_ranks for name in of_rank)
-                    why = f"{', '.join(names)} not finite, and of late {run.bad_excess} more such steps than others"
-                    end_run(task, run.step, why)
+                    names = ", ".join(dict.fromkeys(ranks.join(not_finite)))
+                    fault = f"{names} not finite, and of late {run.bad_excess} more such steps than others"
+                    require_sound(task, run.step, fault)
                 rate = training.optimizer.param_groups[0]["lr"]
                 images = task.batch_size // ranks.world_size
                 if window := watch.step(run.step, epoch, numbers, rate, images, skipped=bad):
@@ -194,7 +193,7 @@ def fit(
                         _save(checkpointer, run, training, ranks)
                     _stop_if(stop, received, run.step)
             if epoch + 1 == params.epochs:
-                _judge_end(find_fault(run, training, steps), task, run)
+                require_sound(task, run.step, find_fault(run, training, steps))
             with watch.paused():
                 evaluate = (epoch + 1) % params.evaluate_every == 0 or epoch + 1 == params.epochs
                 _end_epoch(task, run, training, evaluate)
@@ -202,7 +201,7 @@ def fit(
                     snapshot(epoch + 1, training.evaluated)
                 progress.print(", ".join(f"{name} {value:.4g}" for name, value in run.curve[-1].items()))
             _stop_if(ranks.any(bool(received))[0], received, run.step)
-        _judge_end(_find_bad_score(run), task, run)
+        require_sound(task, run.step, _find_bad_score(run))
         # a call that is stopped here evaluates the last epoch again when it resumes
         if task.reported_split != task.curve_split:
             with watch.paused():
@@ -210,7 +209,7 @@ def fit(
             progress.print(
                 f"{task.reported_split}: " + ", ".join(f"{name} {value:.4g}" for name, value in run.scores.items())
             )
-            _judge_end(_find_bad_score(run), task, run)
+            require_sound(task, run.step, _find_bad_score(run))
             _stop_if(ranks.any(bool(received))[0], received, run.step)
     return run, training.evaluated
 
@@ -257,8 +256,7 @@ class TrainingState:
         """Mark on every rank what any rank has marked, and return the marked places."""
         if self.marks is None:
             return []
-        for places in ranks.from_first(ranks.gather(self.marks.nonzero().flatten().tolist())):
-            self.marks[places] = 1
+        self.marks[ranks.join(self.marks.nonzero().flatten().tolist())] = 1
         return self.marks.nonzero().flatten().tolist()
 
     def state_dict(self) -> dict[str, Any]:
@@ -271,6 +269,7 @@ class TrainingState:
             part.load_state_dict(saved[name])
 
     def _parts(self) -> dict[str, Any]:
+        """Return the parts of the state by their names in a saved file."""
         parts = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
         return parts | ({"ema": self.ema.module} if self.ema is not None else {})
 
@@ -302,6 +301,7 @@ def forward_backward(task: Task, training: TrainingState, batch: Any, clip_grad_
 
 
 def _stop_if(stop: bool, received: list[int], step: int) -> None:
+    """Raise `Interrupted` if any rank got a signal (`received` has this rank's); the state is already saved."""
     if stop:  # if received is empty, the signal came to another rank
         raise Interrupted(received[0] if received else signal.SIGTERM, f"the state after step {step} is saved")
 
@@ -311,6 +311,7 @@ def _end_epoch(task: Task, run: RunState, training: TrainingState, evaluate: boo
 
     The length of the curve is the number of the running epoch: each epoch must append exactly one row.
     """
+    # every rank counts the same finite steps; without one there are no sums either
     steps = max(1, run.epoch_steps) * task.ranks.world_size
     means = {
         f"train_{name}": total / steps
@@ -324,21 +325,20 @@ def _end_epoch(task: Task, run: RunState, training: TrainingState, evaluate: boo
 
 
 def _find_bad_score(run: RunState) -> str | None:
+    """Return which score of the last evaluation is not finite, as a fault of the run; None if all are finite."""
     return next(
         (f"the final {name} is {value}" for name, value in run.scores.items() if not math.isfinite(value)), None
     )
 
 
-def _judge_end(why: str | None, task: Task, run: RunState) -> None:
-    if why is not None:
-        end_run(task, run.step, why)
-
-
 def _save(checkpointer: Checkpointer, run: RunState, training: TrainingState, ranks: Ranks) -> None:
-    # every rank must call this. Every evaluation follows a save at an epoch's end: the buffers that are scored are
-    # those that are saved
+    """Save the state of all ranks on rank 0, after averaging the buffers over the ranks; every rank must call it.
+
+    Every evaluation follows a save at an epoch's end: the buffers that are scored are those that are saved.
+    """
     training.share_buffers(ranks)
     marked = training.share_marks(ranks)
+    # each rank's own, by rank; all the rest is equal on every rank
     everyone = ranks.gather({"rng": rng_state(), "sums": run.epoch_sums})
     if ranks.first:
         saved = {"run": dataclasses.asdict(run), "ranks": everyone, "accumulate": training.accumulate, "marked": marked}

@@ -33,6 +33,7 @@ def build_optimizer(
         RuntimeError: the groups do not hold every trainable parameter exactly once.
     """
     rate, averages = params.lr * batch_size / params.lr_batch_size, {"betas": tuple(params.betas), "eps": params.eps}
+    # timm groups a model by its rule; groups that are made here are taken as they are
     decays = {"weight_decay": params.weight_decay, "layer_decay": params.layer_decay}
     trained = model
     if new_factor != 1 or decay_all:
@@ -54,9 +55,9 @@ def _decay(optimizer: torch.optim.Optimizer, vectors: list[nn.Parameter], weight
     """Move vectors, which timm's rule never decays, to groups with weight decay that keep all other settings."""
     chosen = {id(vector) for vector in vectors}
     for group in list(optimizer.param_groups):
-        if moved := [p for p in group["params"] if id(p) in chosen and group["weight_decay"] != weight_decay]:
-            places = {id(p) for p in moved}
-            group["params"] = [p for p in group["params"] if id(p) not in places]
+        moved = [p for p in group["params"] if id(p) in chosen]
+        if moved and group["weight_decay"] != weight_decay:
+            group["params"] = [p for p in group["params"] if id(p) not in chosen]
             optimizer.add_param_group({**group, "params": moved, "weight_decay": weight_decay})
 
 
@@ -65,7 +66,7 @@ def _group(model: nn.Module, weight_decay: float, new: Set[str], new_factor: flo
 
     The schedule multiplies a group's rate by its `lr_scale`.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}  # groups have no names
     if decay_all:
         groups = [{"params": [p for p in model.parameters() if p.requires_grad], "weight_decay": weight_decay}]
     else:
@@ -97,12 +98,13 @@ def build_schedule(
 
 
 class _DenseSchedule(Scheduler):
-    """The learning rates of detection and segmentation: steps, or a linear decay to 0.
+    """The learning rates of detection and segmentation: steps, or a linear decay to 0 where there are no milestones.
 
     During n steps of warm-up, the rate is multiplied by 1 - (1 - t / n)(1 - first / peak).
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: OptimParams, epochs: int, steps_per_epoch: int):
+        # timm calls `_get_lr` with the number of finished steps; `base_values` are the optimiser's peak rates by group
         super().__init__(optimizer, "lr", t_in_epochs=False)
         self._params, self._steps = params, epochs * steps_per_epoch
         self._milestones = [epoch * steps_per_epoch for epoch in params.milestones]

@@ -6,9 +6,10 @@ ignores the field while it is None.
 """
 
 import dataclasses
+import re
 from typing import Annotated, Any, Literal, Self
 
-from ..core.config import Each, bounded
+from ..core.config import Each, bounded, params_hash
 from ..core.runtime import torch_dtype
 
 
@@ -74,9 +75,8 @@ class InitParams:
     sha256: str | None = None
 
     def __post_init__(self) -> None:
-        stated = self.sha256
-        if stated is not None and (len(stated) < 16 or set(stated.lower()) - set("0123456789abcdef")):
-            raise ValueError(f"sha256: {stated!r}, expected 16 hex digits or more")
+        if self.sha256 is not None and not re.fullmatch("[0-9a-fA-F]{16,}", self.sha256):
+            raise ValueError(f"sha256: {self.sha256!r}, expected 16 hex digits or more")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,6 +157,10 @@ class TrainParams:
 
         precision = self.resolve_precision(device)
         return torch.autocast(device.type, torch_dtype(precision), enabled=precision != "fp32")
+
+    def state_key(self, seed: int) -> str:
+        """Return the name of the folder of a seed's state; by the hash of its params, no run continues another."""
+        return f"seed_{seed}-{params_hash(self.with_seed(seed))}"
 
     def with_seed(self, seed: int) -> Self:
         """Return the same training with one seed."""

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,6 +16,7 @@ from ..core.errors import RunError, UserError
 from ..core.ranks import Ranks
 from ..core.record import atomic
 
+# names that the loop and this module give; a task's numbers must have others
 _OURS = frozenset(["step", "epoch", "lr", "images", "skipped", "seconds", "data_wait_seconds", "not_finite"])
 _OURS |= frozenset(["img_per_s", "data_wait_percent", "skip_rate_percent", "peak_memory_mib", "mfu_percent"])
 
@@ -38,7 +39,6 @@ class Watch:
         every: steps in a window, which ends at a multiple of this step number. After a resume the first one may be
             shorter.
         ranks: the processes that train together.
-        clock: returns seconds.
 
     Raises:
         UserError: TensorBoard is not installed.
@@ -55,12 +55,12 @@ class Watch:
         peak_flop_per_s: float | None = None,
         every: int,
         ranks: Ranks = Ranks(),
-        clock: Callable[[], float] = time.perf_counter,
     ):
-        self.folder, self.device, self.every, self.clock = Path(folder), torch.device(device), every, clock
+        self.folder, self.device, self.every = Path(folder), torch.device(device), every
+        self.clock = time.perf_counter
         self.world_size = ranks.world_size
         self.jsonl, self.tensorboard = jsonl and ranks.first, tensorboard and ranks.first
-        # a backward pass takes twice the FLOP of the forward pass
+        # share of the devices' peak that one image per second takes; backward takes twice the FLOP of forward
         self.flop_share = (
             3 * flop_per_image / (peak_flop_per_s * ranks.world_size) if flop_per_image and peak_flop_per_s else None
         )
@@ -94,7 +94,7 @@ class Watch:
             raise UserError(f"{self.folder}: cannot be written: {error.strerror or error}") from None
         if self.device.type == "cuda":  # a process may train several cells: measure the peak of this one
             torch.cuda.reset_peak_memory_stats(self.device)
-        self._since, self._waited = self.clock(), 0.0
+        self._since, self._waited = self.clock(), 0.0  # end of the last step, and the wait for batches since then
         try:
             yield self
             if self._window["steps"]:  # a run shorter than a window would leave no event
@@ -105,7 +105,10 @@ class Watch:
                     stream.close()
 
     def time_waiting(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches, and add the wait for each to the step that follows."""
+        """Yield the batches, and add the wait for each to the step that follows.
+
+        The wait for the end of an epoch counts for the first step of the next one.
+        """
         while True:
             start = self.clock()
             batch = next(batches, None)
@@ -182,6 +185,7 @@ class Watch:
         return values | {f"{name}_reason": why for name, why in reasons.items() if values[name] is None}
 
     def _end_window(self, step: int, lr: float) -> dict[str, float]:
+        """Return the means of the window, see `step`, write them to TensorBoard, and begin a new window."""
         means = (
             {name: total / self._terms[name] for name, total in self._sums.items()}
             | {"lr": lr}

@@ -23,7 +23,7 @@ def scratch():
 
 
 def read_kept(family):
-    return read_json(golden.folder_of(PATHS) / f"{family}.json")
+    return read_json(golden.find_golden(PATHS, family))
 
 
 @pytest.mark.parametrize("every", [False, slow(True)])
@@ -35,14 +35,14 @@ def test_values_hold(scratch, family, every):
     own = lines["base"][1]["options"]
     chosen = {name: line for name, line in lines.items() if every or line[1]["options"] == own}
     found = {name: golden.train_line(scratch, name, *line) for name, line in chosen.items()}
-    assert golden.compare_lines(family, found, {name: kept[name] for name in chosen}) == []
+    assert golden.compare_lines(family, found, {name: kept[name] for name in chosen}) == {}
 
 
 @pytest.mark.parametrize("family", first(["vim", "vittt", "vrwkv", "vmamba", "mambavision"]))
 def test_the_torch_backend_agrees(family):
     """With the values in results/golden, which are of numba's loops."""
     ((_, found),) = golden.run_families(PATHS, [family], lambda job: job.task.model.set_backend("torch"))
-    assert golden.compare_lines(family, found, read_kept(family)) == []
+    assert golden.compare_lines(family, found, read_kept(family)) == {}
 
 
 def list_turned():
@@ -81,9 +81,9 @@ def test_an_update_keeps_what_holds_and_writes_what_does_not(tmp_path, monkeypat
     old = {"loss": [1.0, 2.0], "grad_norm": [1.0, 1.0], "scores": {"top1_percent": 50.0}}
     near = {**old, "loss": [1.0, 2.0 + 1e-6]}
     far = {**old, "grad_norm": [1.0, 1.1]}
-    assert golden.compare_lines("deit", {"base": near}, {"base": old}) == []
+    assert golden.compare_lines("deit", {"base": near}, {"base": old}) == {}
     assert len(golden.compare_lines("deit", {"base": far}, {"base": old})) == 1
-    monkeypatch.setattr(golden, "folder_of", lambda paths: tmp_path)
+    monkeypatch.setattr(golden, "find_golden", lambda paths, family: tmp_path / f"{family}.json")
     monkeypatch.setattr(golden, "run_families", lambda paths, families: iter([("deit", {"base": found})]))
     texts = []
     for found in (old, near, far):

@@ -5,6 +5,7 @@ import json
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -166,8 +167,8 @@ def test_the_weights_are_those_that_were_scored(drawing):
     drawer = open_drawer(DrawRequest(weights=Path("own.safetensors"), output=Path("out")), cpu)
     tree = open_cell(paths, load_runtime(paths), "digits").open_tree()
     loader = EvalLoader(open_split(tree, "test", drawer.transform), batch_size=64)
-    how = {"transform": drawer.transform, "sampling": drawer.sampling, "label_dropout": 0.0, "seed": 0}
-    task = Generation(drawer.model, [], {"test": loader}, batch_size=64, num_classes=10, device=cpu, **how)
+    shared = {"params": SimpleNamespace(transform=drawer.transform), "num_classes": 10, "device": cpu}
+    task = Generation(drawer.model, [], {"test": loader}, batch_size=64, **shared)
     record = read_metrics(RECORD)
     found = task.evaluate(drawer.model, "test")["held_out_mse"]
     assert found == pytest.approx(record["held_out_mse"], rel=1e-5)

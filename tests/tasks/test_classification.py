@@ -1,5 +1,7 @@
 """Losses and accuracies against sums done by hand."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -27,8 +29,9 @@ def image_of(rows):
 
 def task(mix, mesa=None):
     as_is = TransformSettings(image_size=8, mean=(0, 0, 0), std=(1 / 255, 1 / 255, 1 / 255))
-    shared = {"batch_size": 2, "transform": as_is, "num_classes": 3, "device": torch.device("cpu")}
-    return Classification(Table(), [], {"val": []}, mix=mix, mesa=mesa, **shared)
+    params = SimpleNamespace(transform=as_is, mix=mix, mesa=mesa)
+    shared = {"batch_size": 2, "num_classes": 3, "device": torch.device("cpu")}
+    return Classification(Table(), [], {"val": []}, params=params, **shared)
 
 
 def test_accuracy_counts_every_image_once():

@@ -3,6 +3,7 @@
 import math
 from collections import OrderedDict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from repro.data.settings import TransformSettings
 from repro.tasks.classification.task import accuracy
 from repro.tasks.generation import scores as measures
 from repro.tasks.generation.diffusion import Diffusion, guide, make_generator
-from repro.tasks.generation.params import InputSettings, LatentSettings, SamplingParams
+from repro.tasks.generation.params import InputSettings, JudgeParams, LatentSettings, SamplingParams
 from repro.tasks.generation.reference import KNOWN, ReferenceBatch
 from repro.tasks.generation.scores import Inception, Judge, Moments, Tally, compare_tallies, precision_recall
 from repro.tasks.generation.task import Generation, draw_samples, to_inputs, to_pictures
@@ -140,10 +141,11 @@ class Silent(nn.Module):
         return torch.zeros_like(x)
 
 
-def make_task(held_out: Batches, **changes) -> Generation:
-    asked = {"transform": InputSettings(image_size=4, channels=1), "label_dropout": 0.1, "seed": 0}
-    asked |= {"sampling": SamplingParams(steps=2), "num_classes": 3, "batch_size": 4, "device": CPU}
-    return Generation(Silent(), Batches(), {"val": held_out}, **asked | changes)
+def make_task(held_out: Batches, judge: Judge | None = None, changes: dict | None = None) -> Generation:
+    asked = {"transform": InputSettings(image_size=4, channels=1), "label_dropout": 0.1, "seeds": (0,)}
+    params = SimpleNamespace(**asked | {"sampling": SamplingParams(steps=2)} | (changes or {}))
+    shared = {"num_classes": 3, "batch_size": 4, "device": CPU}
+    return Generation(Silent(), Batches(), {"val": held_out}, params=params, judge=judge, **shared)
 
 
 def test_the_held_out_loss_is_of_fixed_noise_whatever_the_batches_are():
@@ -162,7 +164,7 @@ def test_the_held_out_loss_is_of_fixed_noise_whatever_the_batches_are():
 @pytest.mark.parametrize("share", [0.0, 0.3])
 def test_classes_are_left_out_in_training(share):
     torch.manual_seed(0)
-    task = make_task(Batches(), label_dropout=share)
+    task = make_task(Batches(), changes={"label_dropout": share})
     labels = torch.zeros(2000, dtype=torch.long)
     loss = task.loss(task.model, (torch.zeros(2000, 1, 4, 4, dtype=torch.uint8), labels))
     assert set(loss) == {"loss"} and loss["loss"].item() == pytest.approx(1, abs=0.05)  # the mean square of noise
@@ -183,7 +185,8 @@ def test_a_judge_says_what_the_classifier_says_of_the_same_images(tmp_path):
     found = accuracy(model, [(pictures, labels)], ToInput(settings, CPU))
     assert judge.count_right(pictures, labels, batch_size=4) == round(9 * found["top1_percent"] / 100)
     grey_inputs = InputSettings(image_size=32, channels=1)
-    task = make_task(Batches([(pictures[:, :1], labels)]), transform=grey_inputs, judge=judge, judged_samples=5)
+    changes = {"transform": grey_inputs, "judge": JudgeParams(weights=str(path), samples=5)}
+    task = make_task(Batches([(pictures[:, :1], labels)]), judge, changes)
     scores = task.evaluate(task.model, "val")
     grey = accuracy(model, [(pictures[:, :1].expand(-1, 3, -1, -1), labels)], ToInput(settings, CPU))
     assert scores["real_judged_percent"] == pytest.approx(grey["top1_percent"])

@@ -81,7 +81,7 @@ def train(folder, ranks, name, ema_decay):
     watch = Watch(folder, device="cpu", jsonl=True, tensorboard=False, every=2, ranks=ranks)
     options = {"drop_path": 0.0, "optim": optim, "ema_decay": ema_decay}
     params = TrainParams(model="", data="", epochs=2, batch_size=BATCH, **options)
-    how = {"checkpointer": Checkpointer(folder / "state", lambda line: None), "watch": watch, "save_every_steps": 2}
+    how = {"checkpointer": Checkpointer(folder / "state"), "watch": watch, "save_every_steps": 2}
     run, model = fit(task, params, snapshot=lambda epoch, model: snapshots.update({epoch: copy_state(model)}), **how)
     found = {"losses": task.losses, "gradients": task.gradients, "snapshots": snapshots}
     found["scores"] = [*(row["val_loss"] for row in run.curve), run.scores["val_loss"]]

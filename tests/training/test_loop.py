@@ -65,12 +65,12 @@ def settings(kind=TrainParams, **changes):
     return kind(model="", data="", batch_size=8, drop_path=0.0, **{"optim": OPTIM} | changes)
 
 
-def train(folder, task=None, *, epochs=3, save_every=2, log=print, accumulate=1, **more):
+def train(folder, task=None, *, epochs=3, save_every=2, accumulate=1, **more):
     """The weights of a run and its state."""
     task = task or Regression()
     watch = Watch(folder, device="cpu", jsonl=False, tensorboard=False, every=100)
     how = {"accumulate": accumulate, "save_every_steps": save_every, "watch": watch}
-    how |= {"checkpointer": Checkpointer(folder, log), "snapshot": lambda epoch, model: task.snapshots.append(epoch)}
+    how |= {"checkpointer": Checkpointer(folder), "snapshot": lambda epoch, model: task.snapshots.append(epoch)}
     state, evaluated = fit(task, settings(epochs=epochs, evaluate_every=2, **more), **how)
     return evaluated.state_dict(), state
 
@@ -182,7 +182,7 @@ def test_stopped_while_it_evaluates(tmp_path, whole, stop, error, at, evaluated)
 
 
 def test_states_that_are_all_damaged_are_an_error(tmp_path):
-    checkpointer = Checkpointer(tmp_path, lambda line: None)
+    checkpointer = Checkpointer(tmp_path)
     for step in (1, 2):
         checkpointer.save(step, {})
     for path in tmp_path.iterdir():
@@ -193,7 +193,7 @@ def test_states_that_are_all_damaged_are_an_error(tmp_path):
 
 def test_a_full_disk_leaves_the_earlier_state(tmp_path):
     """It is one line, the old state loads, and nothing is left over."""
-    checkpointer = Checkpointer(tmp_path, lambda line: None)
+    checkpointer = Checkpointer(tmp_path)
     checkpointer.save(1, {"x": torch.zeros(10)})
     message = "the state after step 2 cannot be written.*the state after step 1 is intact"
     with pytest.raises(RunError, match=message) as caught, limit_files(20_000):
@@ -416,7 +416,7 @@ def test_fp16_lowers_its_scale_where_gradients_overflow(tmp_path):
     whole = train(tmp_path / "a", Regression(factor=30), **how)
     with pytest.raises(Killed):
         train(tmp_path / "b", Regression(kill_at(11), factor=30), **how)
-    saved = Checkpointer(tmp_path / "b", lambda line: None).restore()
+    saved = Checkpointer(tmp_path / "b").restore()
     assert 0 < saved["run"]["bad_steps"] < 10 and saved["scaler"]["scale"] < 2.0**16
     assert_same(train(tmp_path / "b", Regression(factor=30), **how), whole)
     assert all(torch.isfinite(x).all() for x in whole[0].values())

@@ -24,7 +24,9 @@ class Clock:
 
 def make(folder, clock=None, resumed_step=0, **changes):
     settings = {"device": "cpu", "jsonl": True, "tensorboard": False, "every": 2} | changes
-    return Watch(folder, clock=clock or Clock(), **settings).follow(resumed_step)
+    watch = Watch(folder, **settings)
+    watch.clock = clock or Clock()
+    return watch.follow(resumed_step)
 
 
 def lines(folder):

@@ -48,15 +48,14 @@ class Classify(TaskSpec):
     def build_task(self, datasets: Datasets, params: ClassifierParams, **parts: Any) -> Any:
         from .task import Classification
 
-        return Classification(
-            transform=params.transform, mix=params.mix, mesa=params.mesa, num_classes=len(datasets.classes), **parts
-        )
+        return Classification(params=params, num_classes=len(datasets.classes), **parts)
 
     def describe(self, model: Any, params: ClassifierParams, classes: Sequence[str]) -> dict[str, Any]:
         options, preprocessing = self._options(params, classes), params.transform.preprocessing()
         return {"name": params.model, "options": options, "preprocessing": preprocessing, "classes": list(classes)}
 
     def summarise(self, task: Any, last: Mapping[str, float]) -> dict[str, Any]:
+        # `top5_percent` is absent for five classes or fewer
         names = ("top1_percent", "top5_percent", "held_out_loss", "held_out_images")
         found = {name: last[name] for name in names if name in last}
         if not math.isfinite(found["held_out_loss"]):
@@ -67,7 +66,7 @@ class Classify(TaskSpec):
         import torch
         from torch.utils.flop_counter import FlopCounterMode
 
-        image = task.eval_input(task.train.dataset[(0, 0)][0].unsqueeze(0))
+        image = task.eval_input(task.train.dataset[(0, 0)][0].unsqueeze(0))  # the key is (epoch, index)
         model = task.model.eval()
         with torch.inference_mode(), FlopCounterMode(display=False) as counter:
             model(image)
@@ -87,6 +86,7 @@ class Classify(TaskSpec):
 
         @torch.inference_mode()
         def look(pictures: Sequence[Any]) -> list[Sight]:
+            """List the `TOP` likeliest classes of prepared pictures, uint8 (3, S, S), with their probabilities."""
             ranked = model(to_input(torch.stack(list(pictures)))).float().softmax(1).cpu().sort(descending=True)
             seen = []
             for shares, indices in zip(ranked.values[:, :TOP].tolist(), ranked.indices[:, :TOP].tolist(), strict=True):
@@ -105,6 +105,7 @@ class Classify(TaskSpec):
 
     @staticmethod
     def _options(params: ClassifierParams, classes: Sequence[str]) -> dict[str, Any]:
+        """Return the arguments that build the model again from a weights file, thus without `drop_path_rate`."""
         return {**params.options, "num_classes": len(classes), "img_size": params.transform.image_size}
 
 

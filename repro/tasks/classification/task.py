@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from ...core.ranks import Ranks
 from ...data.classification import Batch, ToInput
 from ...data.loader import EvalLoader, TrainLoader
-from ...data.settings import TransformSettings
 from ...training.loop import Task
-from .params import MesaParams, MixParams
+from .params import ClassifierParams
 
 
 class Classification(Task):
     """A model from images (B, 3, H, W) to logits (B, num_classes).
 
     Args:
-        mix: softening of targets and images. A mixed batch must be even; each part of a batch is mixed separately.
-        mesa: weight of the loss with the `teacher`, in epochs that have one.
+        params: of which the transform, `mix` and `mesa` are used. A mixed batch must be even; each part of a batch is
+            mixed separately.
+        num_classes: number of the model's logits.
         model, train, held_out, shared: see `Task`.
     """
 
@@ -31,19 +31,15 @@ class Classification(Task):
         train: TrainLoader,
         held_out: Mapping[str, EvalLoader],
         *,
-        transform: TransformSettings,
-        mix: MixParams,
+        params: ClassifierParams,
         num_classes: int,
-        mesa: MesaParams | None = None,
         **shared: Any,
     ):
         super().__init__(model, train, held_out, **shared)
-        self.train_input, self.eval_input = (
-            ToInput(transform, self.device, training=True),
-            ToInput(transform, self.device),
-        )
-        self.label_smoothing, self.mesa = mix.label_smoothing, mesa
-        self.mixup = None
+        self.params = params
+        self.train_input = ToInput(params.transform, self.device, training=True)
+        self.eval_input = ToInput(params.transform, self.device)
+        self.mixup, mix = None, params.mix
         if mix.mixup or mix.cutmix:
             chances = {"prob": mix.prob, "switch_prob": mix.switch_prob, "label_smoothing": mix.label_smoothing}
             self.mixup = Mixup(mixup_alpha=mix.mixup, cutmix_alpha=mix.cutmix, num_classes=num_classes, **chances)
@@ -54,17 +50,19 @@ class Classification(Task):
         With a teacher, add MESA's weighted divergence as `loss_mesa`.
         """
         images, targets = self.train_input(batch[0]), batch[1].to(self.device, non_blocking=True)
-        smoothing = self.label_smoothing
+        smoothing = self.params.mix.label_smoothing
         if self.mixup is not None:
-            (images, targets), smoothing = self.mixup(images, targets), 0.0  # Mixup applies the label smoothing itself
+            # the targets become probabilities (B, num_classes), to which Mixup itself applies the label smoothing
+            (images, targets), smoothing = self.mixup(images, targets), 0.0
         logits = network(images).float()
         loss = F.cross_entropy(logits, targets, label_smoothing=smoothing)
         if self.teacher is None:
             return {"loss": loss}
         with torch.no_grad():
             taught = self.teacher(images).float()
-        own, taught = (F.log_softmax(z / self.mesa.temperature, dim=1) for z in (logits, taught))
-        divergence = self.mesa.weight * F.kl_div(own, taught, reduction="batchmean", log_target=True)
+        mesa = self.params.mesa
+        own, taught = (F.log_softmax(z / mesa.temperature, dim=1) for z in (logits, taught))
+        divergence = mesa.weight * F.kl_div(own, taught, reduction="batchmean", log_target=True)
         return {"loss": loss + divergence, "loss_mesa": divergence}
 
     def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
@@ -87,7 +85,7 @@ def accuracy(
         `held_out_loss`, `top1_percent`, `top5_percent` and `held_out_images`, the number of images. With five classes
         or fewer there is no `top5_percent`, which would always be 100.
     """
-    loss, top1, top5, images_seen = 0.0, 0, 0, 0
+    loss, top1, top5, images_seen = 0.0, 0, 0, 0  # sums over the images
     for images, targets in batches:
         logits = model(to_input(images)).float()
         targets = targets.to(logits.device)

@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 import functools
+import math
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from ..spec import Predictor, Sight, TaskSpec
 
 EXAMPLES = 4  # pictures of the reported split that are drawn with the predictions
 EXAMPLES_MIN_SCORE = 0.5  # smallest score of a detection in these drawings and in the confusion of classes
+_LEGIBLE_PX = 512
 _TITLE_PX = 20
 _MOST_CONFUSED = 20  # with more classes, the table could not be read
 
@@ -35,6 +37,11 @@ class DenseParams(TrainParams):
     freeze_backbone: bool = False
     final_norm: bool = False
     recompute_blocks: bool = False
+
+
+def choose_enlargement(picture: Any) -> int:
+    """Return the least whole factor that makes the short side of a picture (3, H, W) long enough for labels and a legend."""
+    return math.ceil(_LEGIBLE_PX / min(picture.shape[1:]))
 
 
 def list_colours() -> list[tuple[int, int, int]]:
@@ -60,7 +67,7 @@ def describe_confusion(classes: Sequence[str], counts: Sequence[Sequence[int]], 
 
 
 class DenseModel:
-    """A model with a `backbone` (`repro.models.pyramid.Pyramid`), which answers timm's optimiser factories for it."""
+    """Mix-in of a model with a `repro.models.pyramid.Pyramid` as `backbone`; timm's optimiser factory calls it."""
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return the backbone's groups for timm's layer-wise decay; everything else is in the last group."""
@@ -128,6 +135,7 @@ class DenseSpec(TaskSpec):
         return self.build_head(backbone, params, len(classes)), report
 
     def describe(self, model: Any, params: Any, classes: Sequence[str]) -> dict[str, Any]:
+        # those of the backbone, with the options of its checkpoint that `params` lacks
         name, options = model.backbone.built_from
         parts = {part: dataclasses.asdict(getattr(params, part)) for part in (self.head, "transform")}
         described = {
@@ -153,7 +161,7 @@ class DenseSpec(TaskSpec):
     def draw_examples(self, task: Any, model: Any, params: Any, classes: Sequence[str], folder: Path) -> None:
         dataset = task.held_out[task.reported_split].dataset
         for index in range(min(EXAMPLES, len(dataset))):
-            image, target = dataset[(0, index)]
+            image, target = dataset[(0, index)]  # the key is (epoch, index)
             found = self.look(model, params.transform, classes, EXAMPLES_MIN_SCORE, image).drawing
             drawings = {"truth": self.draw_truth(image, target, classes), "found": found}
             with atomic(folder / f"{self.name_example(dataset, index, target)}.png") as temporary:
@@ -163,6 +171,7 @@ class DenseSpec(TaskSpec):
         from ...models.pyramid import build_pyramid
         from ...models.weights import require_finite_outputs
 
+        # the settings of transform and head in the file, as the dataclasses of the cell's fields of these names
         kinds, given = typing.get_type_hints(self.params), checkpoint.task
         parts = {
             part: build(kinds[part], given[part], f"{checkpoint.path}: {part}") for part in ("transform", self.head)

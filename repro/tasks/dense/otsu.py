@@ -41,10 +41,10 @@ class OtsuBaseline:
         grey = ndimage.gaussian_filter(image.float().mean(0).numpy(), _BLUR)
         threshold = _otsu(grey[grey > _otsu(grey)])
         components, count = ndimage.label(grey > max(threshold, grey.min() + _FAINTEST), structure=np.ones((3, 3)))
-        sizes = np.bincount(components.ravel(), minlength=count + 1)[1:]
-        masks = np.array([components == number for number in 1 + np.flatnonzero(sizes >= _SMALLEST)]).reshape(
-            -1, *grey.shape
-        )
+        sizes = np.bincount(components.ravel(), minlength=count + 1)[1:]  # component 0 is the ground
+        large = 1 + np.flatnonzero(sizes >= _SMALLEST)
+        # without a component, `reshape` gives the empty arrays their axes
+        masks = np.array([components == number for number in large]).reshape(-1, *grey.shape)
         similarity = np.array([_shape(mask) for mask in masks]).reshape(-1, _SIDE**2) @ self._shapes.T
         scores = np.array([grey[mask].mean() / 255 for mask in masks]) * similarity.max(axis=1)
         order = np.argsort(-scores, kind="stable")
@@ -75,7 +75,7 @@ def read_examples(instances: Any) -> Iterator[tuple[Tensor, int]]:
 
 def _otsu(values: np.ndarray) -> float:
     """Compute the threshold with the largest variance between the two classes: w0 w1 (m0 - m1)²."""
-    counts, edges = np.histogram(values, 256)
+    counts, edges = np.histogram(values, 256)  # the threshold is one of the edges
     centres = (edges[:-1] + edges[1:]) / 2
     below, above = counts.cumsum(), counts[::-1].cumsum()[::-1]
     mean_below = (counts * centres).cumsum() / below.clip(1)
@@ -85,6 +85,7 @@ def _otsu(values: np.ndarray) -> float:
 
 
 def _extent(mask: np.ndarray) -> tuple[slice, slice]:
+    """Return the rows and columns of the smallest box around a mask (H, W) that is not empty."""
     return ndimage.find_objects(mask.astype(np.uint8))[0]
 
 

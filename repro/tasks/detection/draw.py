@@ -1,6 +1,5 @@
 """Drawing of a detector's predictions on a picture."""
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -10,10 +9,9 @@ from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
 
-from ..dense.base import list_colours
+from ..dense.base import choose_enlargement, list_colours
 from .mask_rcnn import Detections
 
-_LEGIBLE = 512  # short side in pixels from which labels of small objects are legible
 _COLOURS = list_colours()
 
 
@@ -29,7 +27,7 @@ def draw(image: Tensor, detections: Detections, names: Sequence[str], min_score:
     scores = detections.get("scores")
     shown = slice(None) if scores is None else scores >= min_score
     boxes, labels, masks = (detections[name][shown].cpu() for name in ("boxes", "labels", "masks"))
-    factor = math.ceil(_LEGIBLE / min(image.shape[1:]))
+    factor = choose_enlargement(image)
     image, masks = (pixels.repeat_interleave(factor, 1).repeat_interleave(factor, 2) for pixels in (image.cpu(), masks))
     if not len(labels):
         return to_pil_image(image)

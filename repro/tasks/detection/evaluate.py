@@ -33,6 +33,7 @@ def to_results(image_id: int, detections: dict[str, Tensor], category_ids: Seque
     """
     boxes, labels, scores, masks = (detections[name].cpu() for name in ("boxes", "labels", "scores", "masks"))
     corners_sides = torch.cat([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], dim=1)
+    # pycocotools takes (H, W, K) in Fortran's order
     encoded = rle.encode(np.asfortranarray(masks.permute(1, 2, 0).numpy().astype(np.uint8)))
     return [
         {
@@ -67,7 +68,7 @@ def coco_metrics(instances: Instances, results: Sequence[Result]) -> dict[str, f
         if unknown := {result[name] for result in results} - set(known):
             problem = f"a result has {name} {min(unknown)}, which the file lacks; evaluate on its own images"
             raise UserError(f"{instances.file}: {problem}")
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints each of its steps
         truth = _open_truth(instances)
         return {name: value for kind in _KINDS for name, value in _average_precision(truth, results, kind).items()}
 
@@ -86,32 +87,31 @@ def count_confusion(instances: Instances, results: Sequence[Result], min_score: 
         Counts (C + 1, C + 1): a row per true category, and one for detections without an object; a column per predicted
         category, and one for missed objects.
     """
-    with contextlib.redirect_stdout(io.StringIO()):
-        truth = _open_truth(instances)
-    place = {category: index for index, category in enumerate(instances.category_ids)}
-    nothing, found = len(place), {image_id: [] for image_id in truth.imgs}
+    columns = {category: column for column, category in enumerate(instances.category_ids)}
+    nothing, found = len(columns), {image_id: [] for image_id in instances.image_ids.tolist()}
     for result in sorted(results, key=lambda result: -result["score"]):
         if result["score"] >= min_score:
             found[result["image_id"]].append(result)
+    # annotations are sorted by image: those of image n are the rows from starts[n] to starts[n + 1] - 1
+    starts = np.searchsorted(instances.annotations["image"], np.arange(len(found) + 1))
     counts = np.zeros((nothing + 1, nothing + 1), dtype=np.int64)
-    for image_id, detections in found.items():
-        objects = truth.imgToAnns[image_id]
-        crowds = [bool(each["iscrowd"]) for each in objects]
+    for detections, start, end in zip(found.values(), starts, starts[1:]):
+        objects = instances.annotations[start:end]
+        crowds, rows = objects["ignored"], objects["label"] - 1
         # (detections, objects) IoU; for a crowd, the share of the detection inside it
-        overlaps = rle.iou([each["bbox"] for each in detections], [each["bbox"] for each in objects], crowds)
+        overlaps = rle.iou([each["bbox"] for each in detections], objects["box"].tolist(), crowds.tolist())
         overlaps = np.asarray(overlaps, dtype=np.float64).reshape(len(detections), len(objects))
-        free = ~np.array(crowds, dtype=bool)
-        for detection, row in zip(detections, overlaps, strict=True):
-            own = np.where(free, row, 0.0)
-            column = place[detection["category_id"]]
+        free = ~crowds
+        for detection, overlap in zip(detections, overlaps, strict=True):
+            own = np.where(free, overlap, 0.0)
+            column = columns[detection["category_id"]]
             if own.max(initial=0.0) >= 0.5:
-                taken = int(own.argmax())
+                taken = own.argmax()
                 free[taken] = False
-                counts[place[objects[taken]["category_id"]], column] += 1
-            elif not row[np.array(crowds, dtype=bool)].max(initial=0.0) >= 0.5:
+                counts[rows[taken], column] += 1
+            elif not overlap[crowds].max(initial=0.0) >= 0.5:  # an empty detection has an overlap of NaN
                 counts[nothing, column] += 1
-        for index in np.flatnonzero(free):
-            counts[place[objects[index]["category_id"]], nothing] += 1
+        np.add.at(counts[:, nothing], rows[free], 1)
     return counts.tolist()
 
 

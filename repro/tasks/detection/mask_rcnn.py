@@ -30,7 +30,7 @@ from .params import MaskRcnnParams
 
 STRIDES = (4, 8, 16, 32, 64)  # of P2 to P6
 RATIOS = (0.5, 1.0, 2.0)  # height to width
-BOX_SIDE, MASK_SIDE = 7, 14
+BOX_SIDE, MASK_SIDE = 7, 14  # cells along a side of the maps that are pooled for the two heads
 _Target = Mapping[str, Tensor]
 Detections = dict[str, Tensor]  # predictions for one image
 _Sizes = list[tuple[int, int]]  # (height, width) of each image
@@ -49,7 +49,7 @@ class MaskRcnn(DenseModel, nn.Module):
         super().__init__()
         self.backbone = backbone
         self.fpn = FeaturePyramidNetwork(list(backbone.channels), params.fpn_channels, LastLevelMaxPool())
-        for layer in self.fpn.modules():
+        for layer in self.fpn.modules():  # mmdet's initialisation; torchvision's is Kaiming's
             if isinstance(layer, nn.Conv2d):
                 nn.init.xavier_uniform_(layer.weight)
         self.rpn = ProposalNetwork(params)
@@ -89,7 +89,7 @@ class MaskRcnn(DenseModel, nn.Module):
         batch, features = self._features(images)
         detections = self.roi_heads(features, self.rpn(batch, features)[0], batch.image_sizes)[0]
         for found, (height, width), (to_height, to_width) in zip(detections, batch.image_sizes, sizes, strict=True):
-            x, y = to_width / width, to_height / height
+            x, y = to_width / width, to_height / height  # from pixels of the input to those of the picture
             found["boxes"] = found["boxes"] * found["boxes"].new_tensor([x, y, x, y])
             found["masks"] = paste_masks(found["masks"], found["boxes"], (to_height, to_width))
         return detections
@@ -194,7 +194,7 @@ class PyramidRoiAlign(nn.Module):
 
     def __init__(self, side: int):
         super().__init__()
-        self.side, self.level_of = side, LevelMapper(2, 5)
+        self.side, self.level_of = side, LevelMapper(2, 5)  # counts levels from 0 for P2
 
     def forward(self, features: Mapping[str, Tensor], boxes: list[Tensor], image_shapes: _Sizes) -> Tensor:
         """Pool maps (B, channels, ., .) by level over the boxes of each image to (K, channels, side, side) fp32."""
@@ -260,7 +260,7 @@ class Heads(RoIHeads):
             proposals, matched, labels, regression = self.select_training_samples(proposals, targets)
         box_features = self.box_head(self.box_roi_pool(features, proposals, image_shapes))
         logits, deltas = (output.float() for output in self.box_predictor(box_features))
-        # class-agnostic: the same box for every class
+        # class-agnostic: (K, 4) becomes the same box for every class, since torchvision expects (K, 4C)
         deltas = deltas.repeat(1, 4 * logits.shape[1] // deltas.shape[1])
         if not self.training:
             boxes, scores, labels = self.postprocess_detections(logits, deltas, proposals, image_shapes)

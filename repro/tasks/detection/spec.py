@@ -73,6 +73,7 @@ class Detect(DenseSpec):
         from ...data.detection import resize
         from .draw import draw
 
+        # boxes and masks in pixels of the picture as it came, which is also what is drawn on
         (seen,) = model.detect([resize(picture, settings)], [tuple(picture.shape[1:])])
         kept = seen["scores"] >= min_score
         objects = [

@@ -10,7 +10,7 @@ from .evaluate import coco_metrics, count_confusion, to_results
 from .mask_rcnn import MaskRcnn
 
 Batch = tuple[list[Tensor], list[dict[str, Any]]]
-_TRAINED_ON = ("boxes", "labels", "masks")
+_TRAINED_ON = ("boxes", "labels", "masks")  # the other entries of a target are no tensors
 
 
 class Detection(Task):

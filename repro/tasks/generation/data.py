@@ -23,8 +23,8 @@ from ...models.weights import load_state, open_file, translate_official
 from .params import GenerateParams, InputSettings
 from .scores import Judge
 
-GAP_PX = 4  # gap between the pictures of a grid
-SHOWN_PX = 64  # size to which smaller pictures are enlarged in a grid
+_GAP_PX = 4  # gap between the pictures of a grid
+_SHOWN_PX = 64  # size to which smaller pictures are enlarged in a grid
 
 
 def open_split(
@@ -49,7 +49,8 @@ def open_split(
 def open_denoiser(path: Path, *models: str) -> tuple[Mapping[str, Tensor], Mapping[str, Any] | None]:
     """Read the tensors of a denoiser's file, preferring the moving average, and our metadata.
 
-    A file of ours must be of one of `models`, if any are named; a release's, without metadata, is taken for the first.
+    A file of ours must be of one of `models`, registered names, if any are named; a release's, without metadata, is
+    taken for the first.
 
     Returns:
         The tensors by our names, and the metadata; None for a release's file.
@@ -80,10 +81,11 @@ def fill(model: nn.Module, path: Path, name: str) -> Mapping[str, str]:
         UserError: the file does not fit the model.
     """
     error = f"{path}: does not fit {name} as built with {model.built_from[1] or 'no options'}"
-    new = model.new_parameters()
+    new = model.new_parameters()  # empty for any denoiser but a DiT5
     softmax = name.replace("dit5_", "dit_", 1)
     state, metadata = open_denoiser(path, *([softmax, name] if new else [name]))
     inherits = bool(new) and (metadata is None or metadata["model"] == softmax)
+    # a release's file does not name its model: one with new parameters is a DiT5's own
     if not inherits or not new.isdisjoint(state):
         return load_state(model, state, error)
     return load_state(model, state, error, new=new.__contains__) | dict.fromkeys(new, "expected: new")
@@ -101,13 +103,13 @@ def open_judge(params: GenerateParams, classes: Sequence[str], device: torch.dev
 
 def save_grid(pictures: Tensor, columns: int, path: Path) -> None:
     """Write uint8 pictures (N, 1 or 3, H, W) in rows as one PNG; small ones are enlarged bicubically."""
-    times = -(-SHOWN_PX // min(pictures.shape[-2:]))
+    times = -(-_SHOWN_PX // min(pictures.shape[-2:]))  # rounded up
     shown = (
         pictures.cpu()
         if times == 1
         else F.interpolate(pictures.cpu().float(), scale_factor=times, mode="bicubic").round().clamp(0, 255)
     )
-    grid = make_grid(shown.to(torch.uint8), nrow=columns, padding=GAP_PX, pad_value=255)[
+    grid = make_grid(shown.to(torch.uint8), nrow=columns, padding=_GAP_PX, pad_value=255)[
         : pictures.shape[1]
     ]  # make_grid repeats grey to three channels
     with atomic(path) as temporary:

@@ -72,9 +72,11 @@ class Diffusion:
             raise ValueError(f"{steps} steps: expected 2 to {n}, the steps of the training")
         kept = torch.tensor([round(i * (n - 1) / (steps - 1)) for i in range(steps)], device=self.betas.device)
         alphas_bar = self.alphas_bar[kept]
+        # β follows from two neighbouring ᾱ, and the denoiser still gets its timesteps of the training
         return type(self)(1 - alphas_bar / F.pad(alphas_bar[:-1], (1, 0), value=1.0), self.timesteps[kept])
 
     def _at(self, table: Tensor, step: Tensor, like: Tensor) -> Tensor:
+        """Look up a table (n,) at the steps (B,), in the dtype of `like` (B, ...), to whose shape it broadcasts."""
         return table[step].to(like.dtype).view(-1, *[1] * (like.ndim - 1))
 
     def add_noise(self, x_start: Tensor, step: Tensor, noise: Tensor) -> Tensor:
@@ -95,7 +97,7 @@ class Diffusion:
         if range_values is None:
             log_variance = self._at(self._fixed_log_variance, step, x).expand_as(x)
         else:
-            share = (range_values + 1) / 2
+            share = (range_values + 1) / 2  # an output of -1 is the lower bound, and 1 the upper one
             least, most = self._at(self._least_log_variance, step, x), self._at(self.betas.log(), step, x)
             log_variance = share * most + (1 - share) * least
         return Reverse(self._posterior_mean(x_start, x, step), log_variance, x_start)
@@ -156,6 +158,7 @@ class Diffusion:
         """
 
         def draw() -> Tensor:
+            """Draw standard normal noise (B, *shape), each sample's from its own generator."""
             drawn = torch.stack([torch.randn(*shape, generator=generator) for generator in generators])
             return drawn.to(labels.device)
 
@@ -189,6 +192,7 @@ def guide(model: Denoise, null: int, scale: float, channels: int) -> Denoise:
     """
 
     def denoise(x: Tensor, timesteps: Tensor, labels: Tensor) -> Tensor:
+        """Run the model once on the batch and its copy without classes, and combine the two outputs."""
         if scale == 1:
             return model(x, timesteps, labels)
         both = torch.cat((labels, torch.full_like(labels, null)))
@@ -200,7 +204,8 @@ def guide(model: Denoise, null: int, scale: float, channels: int) -> Denoise:
 
 
 def make_generator(*key: int) -> torch.Generator:
-    """Make a CPU generator whose numbers are a function of all numbers of the key."""
+    """Make a CPU generator whose numbers are a function of all numbers of the key, none of them negative."""
+    # shifted to 63 bits, as `manual_seed` takes them
     return torch.Generator().manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]) >> 1)
 
 
@@ -211,6 +216,7 @@ def _log_likelihood(x: Tensor, mean: Tensor, log_deviation: Tensor) -> Tensor:
     """
     centred, inverse = x - mean, torch.exp(-log_deviation)
     above, below = (_cumulate(inverse * (centred + sign * LEVEL / 2)) for sign in (1, -1))
+    # -0.999 and 0.999 tell the first and the last level from their neighbours, which are 1 / 127.5 away
     mass = torch.where(x < -0.999, above, torch.where(x > 0.999, 1 - below, above - below))
     return mass.clamp(min=1e-12).log()
 

@@ -111,8 +111,8 @@ class GenerateParams(TrainParams):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if reserved := {"in_channels"} & set(self.options):
-            raise ValueError(f"options: {min(reserved)} follows from transform; leave it out")
+        if "in_channels" in self.options:
+            raise ValueError("options: in_channels follows from transform; leave it out")
 
     @property
     def model_options(self) -> dict[str, Any]:

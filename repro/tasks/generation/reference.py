@@ -47,6 +47,7 @@ class ReferenceBatch:
         if not path.is_file():
             raise UserError(f"{path}: no such reference batch")
         found = hash_file(path, digits=64)
+        # a file under another name than a published one's need have no known hash
         if wanted := next((sha256 for sha256, name in KNOWN.items() if name == path.name and sha256 != found), None):
             advice = "get it again, or give another batch another name"
             raise UserError(f"{path}: has SHA-256 {found[:16]}..., expected {wanted[:16]}...; {advice}")
@@ -75,7 +76,7 @@ class ReferenceBatch:
         Raises:
             UserError: the file's features have another width than the statistics.
         """
-        tally = Tally(None, inception)
+        tally = Tally(None, inception)  # no judge: the pictures have no classes, so their labels below are made up
         with np.load(self.path) as file:
             pictures = torch.from_numpy(file[_PICTURES])
         for part in pictures.split(_BATCH):

@@ -165,7 +165,7 @@ class Inception:
         if not path.is_file():
             raise UserError(f"{path}: no such Inception file")
         found, wanted = hash_file(path, digits=64), (sha256 or INCEPTION_SHA256).lower()
-        if len(wanted) < 16 or not found.startswith(wanted):
+        if len(wanted) < 16 or not found.startswith(wanted):  # a stated hash may be cut to 16 digits
             advice = f"take NVIDIA's inception-2015-12-05.pt, or state --inception-sha256 {found[:16]} if this is the right file"
             raise UserError(f"{path}: has SHA-256 {found[:16]}..., expected {wanted[:16]}...; {advice}")
         self.module, self.device, self.hash = load_script(path, device), device, found[:16]
@@ -181,15 +181,16 @@ class Inception:
 
         Returns None for a file without the layer.
         """
+        # the layers in their order, each of which takes the output of the one before
         layers = dict(getattr(self.module, "layers", nn.Module()).named_children())
         if SPATIAL_LAYER not in layers:
             return None
         x = (_resize_as_tensorflow(pictures.to(self.device).float()) - 128) / 128
         for name, layer in layers.items():
             if name == SPATIAL_LAYER:
-                return layer.conv(x)[:, :SPATIAL_CHANNELS].permute(0, 2, 3, 1).flatten(1)
+                break
             x = layer(x)
-        return None
+        return layers[SPATIAL_LAYER].conv(x)[:, :SPATIAL_CHANNELS].permute(0, 2, 3, 1).flatten(1)
 
     @torch.inference_mode()
     def logits(self, pooled: Tensor) -> Tensor | None:
@@ -242,6 +243,7 @@ def compare_tallies(drawn: Tally, real: Tally | None) -> dict[str, Any]:
         between the two `fid`, `sfid`, and the shares `precision` and `recall`, which use at most 10,000 evenly spaced
         real pictures. A score that cannot be computed is None, with the reason in `<name>_reason`.
     """
+    # each is the reason why some scores cannot be computed, or None
     no_judge = None if drawn.judge else "no judge"
     no_real = None if real else "no real pictures"
     no_file = None if drawn.inception else "no Inception file"

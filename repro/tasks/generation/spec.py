@@ -13,9 +13,6 @@ from .params import GenerateParams
 SHOWN_CLASSES, SHOWN_OF_EACH = 10, 8  # rows (one for each class) and columns of the picture of examples
 
 
-DIT5_FACTOR = 2.0  # learning-rate factor of inner weights in DiT5's release; its other rates are those of a DiT
-
-
 class Generate(TaskSpec):
     """Class-conditional image generation; a lower held-out loss is better."""
 
@@ -59,23 +56,13 @@ class Generate(TaskSpec):
     def build_task(self, datasets: Datasets, params: GenerateParams, **parts: Any) -> Any:
         from .task import Generation
 
-        how = {
-            "transform": params.transform,
-            "label_dropout": params.label_dropout,
-            "sampling": params.sampling,
-            "seed": params.seeds[0],
-        }
-        if parts["model"].new_parameters() and params.init is not None:
-            how["inner_factor"] = DIT5_FACTOR
-        # building the judge draws random numbers after the seed was set; results of cells with a judge depend on this
+        judge = None
         if params.judge is not None:
             from .data import open_judge
 
-            how |= {
-                "judge": open_judge(params, datasets.classes, parts["device"]),
-                "judged_samples": params.judge.samples,
-            }
-        return Generation(num_classes=len(datasets.classes), **how, **parts)
+            # this draws random numbers after the seed was set; results of cells with a judge depend on it
+            judge = open_judge(params, datasets.classes, parts["device"])
+        return Generation(params=params, num_classes=len(datasets.classes), judge=judge, **parts)
 
     def describe(self, model: Any, params: GenerateParams, classes: Sequence[str]) -> dict[str, Any]:
         transform = dataclasses.asdict(params.transform)
@@ -87,6 +74,7 @@ class Generate(TaskSpec):
         }
 
     def summarise(self, task: Any, last: Mapping[str, float]) -> dict[str, Any]:
+        # those that the training has: `held_out_vb` is of a learned variance, and the percentages are of a judge
         kept = ("held_out_mse", "held_out_vb", "judged_percent", "real_judged_percent", "held_out_images")
         found: dict[str, Any] = {name: last[name] for name in kept if name in last}
         if not math.isfinite(found["held_out_mse"]):
@@ -94,8 +82,8 @@ class Generate(TaskSpec):
         if task.judge is None:
             found |= {"judged_percent": None, "judged_percent_reason": "no judge is named"}
         else:
-            found |= {"judge_hash": task.judge.weights_hash, "judged_samples": task.judged_samples}
-        sampling = dataclasses.asdict(task.sampling)
+            found |= {"judge_hash": task.judge.weights_hash, "judged_samples": task.params.judge.samples}
+        sampling = dataclasses.asdict(task.params.sampling)
         return found | {"sampling": sampling, "unreadable_images": len(task.train.dataset.unreadable())}
 
     def draw_examples(

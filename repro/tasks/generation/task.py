@@ -12,24 +12,22 @@ from ...training.loop import Task
 from ...training.optim import build_optimizer
 from ...training.params import OptimParams
 from .diffusion import Diffusion, guide, make_generator
-from .params import TIMESTEPS, InputSettings, SamplingParams
+from .params import TIMESTEPS, GenerateParams, InputSettings, SamplingParams
 from .scores import Judge
 
 Batch = tuple[Tensor, Tensor]  # uint8 pictures (B, K, H, W) or fp32 latents, and classes (B,)
 # first number of a generator's key: separates these draws from those of the loaders, which have other numbers
 _HELD_OUT, _SAMPLES = 2, 3
+_INNER_FACTOR = 2.0  # learning-rate factor of inner weights in DiT5's release; its other rates are those of a DiT
 
 
 class Generation(Task):
     """Training of a denoiser; see `repro.models.dit.Denoiser`.
 
     Args:
-        transform, label_dropout, sampling: see `GenerateParams`.
+        params: with one seed, which also determines the noise of the judged samples and of the examples.
         num_classes: number of classes of the data set, which is also the label of no class.
-        seed: of the judged samples and of the examples.
-        inner_factor: learning rate of inner weights, as a multiple of that of all others.
-        judge, judged_samples: the judge of the samples in the evaluation of the reported split, and their number; None
-            for no judge.
+        judge: the judge of `params.judge`, for the evaluation of the reported split; None for no judge.
         model, train, held_out, shared: see `Task`.
     """
 
@@ -39,33 +37,26 @@ class Generation(Task):
         train: TrainLoader,
         held_out: Mapping[str, EvalLoader],
         *,
-        transform: InputSettings,
-        label_dropout: float,
-        sampling: SamplingParams,
+        params: GenerateParams,
         num_classes: int,
-        seed: int,
-        inner_factor: float = 1.0,
         judge: Judge | None = None,
-        judged_samples: int = 0,
         **shared: Any,
     ):
         super().__init__(model, train, held_out, **shared)
-        self.transform = transform
-        self.label_dropout = label_dropout
-        self.sampling = sampling
-        self.num_classes = num_classes
-        self.seed, self.judge, self.judged_samples = seed, judge, judged_samples
-        self.inner_factor = inner_factor
+        self.params, self.num_classes, self.judge = params, num_classes, judge
         self.diffusion = Diffusion.linear(self.device)
 
     def build_optimizer(self, params: OptimParams) -> torch.optim.Optimizer:
-        """Build the optimiser; inner weights have `inner_factor` times the learning rate.
+        """Build the optimiser; in a DiT5 that inherits weights, inner ones have `_INNER_FACTOR` times the learning rate.
 
         They are found by the names that `repro.models.inner_mixer` gives them. Under other names they would train at
         the common rate, without an error.
         """
         inner = {name for name, _ in self.model.named_parameters() if re.search(r"\.attn\.w\d$", name)}
-        return build_optimizer(self.model, params, self.batch_size, new=inner, new_factor=self.inner_factor)
+        inherits = self.model.new_parameters() and self.params.init is not None
+        return build_optimizer(
+            self.model, params, self.batch_size, new=inner, new_factor=_INNER_FACTOR if inherits else 1.0
+        )
 
     def loss(self, network: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Compute the `mse` of the noise at a random step of each image, and `vb` for a learned variance.
@@ -73,14 +64,17 @@ class Generation(Task):
         Each class is dropped with the probability `label_dropout`.
         """
         x_start, labels = to_inputs(batch[0], self.device), batch[1].to(self.device, non_blocking=True)
-        labels = torch.where(torch.rand(len(labels), device=self.device) < self.label_dropout, self.num_classes, labels)
+        dropped = torch.rand(len(labels), device=self.device) < self.params.label_dropout
+        labels = torch.where(dropped, self.num_classes, labels)
         step, noise = torch.randint(TIMESTEPS, (len(labels),), device=self.device), torch.randn_like(x_start)
         found = {name: values.mean() for name, values in self._measure(network, x_start, labels, step, noise).items()}
+        # a single loss is not logged twice
         return {"loss": sum(found.values())} | (found if len(found) > 1 else {})
 
     def _measure(
         self, network: nn.Module, x_start: Tensor, labels: Tensor, step: Tensor, noise: Tensor
     ) -> dict[str, Tensor]:
+        """Return `Diffusion.losses` of clean inputs with this noise at these steps; `network` sees x_t alone."""
         x = self.diffusion.add_noise(x_start, step, noise)
         return self.diffusion.losses(network(x, step, labels).float(), x_start, x, step, noise)
 
@@ -110,7 +104,8 @@ class Generation(Task):
             "held_out_images": int(seen)
         }
         if judge is not None:
-            mine = range(self.ranks.rank, self.judged_samples, self.ranks.world_size)
+            # each rank draws its share of the samples, whose classes take turns
+            mine = range(self.ranks.rank, self.params.judge.samples, self.ranks.world_size)
             labels = torch.tensor([place % self.num_classes for place in mine], device=self.device)
             judged, asked = self.ranks.sum(
                 [judge.count_right(self.draw(model, labels, mine), labels) if len(labels) else 0, len(labels)]
@@ -123,19 +118,15 @@ class Generation(Task):
 
         The noise depends on seed and place alone. Not for latents.
         """
-        shared = {"sampling": self.sampling, "seed": self.seed, "batch_size": self.batch_size}
-        return torch.cat(
-            [
-                to_pictures(part)
-                for part in draw_samples(model, self.diffusion, self.transform, labels, places, **shared)
-            ]
-        )
+        shared = {"sampling": self.params.sampling, "seed": self.params.seeds[0], "batch_size": self.batch_size}
+        drawn = draw_samples(model, self.diffusion, self.params.transform, labels, places, **shared)
+        return torch.cat([to_pictures(part) for part in drawn])
 
     def _draw_fixed(self, index: int) -> tuple[int, Tensor]:
         """Draw the step and the noise of a held-out image from its index alone."""
         generator = make_generator(_HELD_OUT, index)
         return int(torch.randint(TIMESTEPS, (), generator=generator)), torch.randn(
-            self.transform.shape, generator=generator
+            self.params.transform.shape, generator=generator
         )
 
 

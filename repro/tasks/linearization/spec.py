@@ -26,9 +26,10 @@ class Linearize(Classify):
         from ...models.t5 import T5
 
         teacher = open_weights(init, model=params.teacher).require_classifier()
+        # all of the ViT but its attention: sizes, and the weights that the student inherits
         shell = read_shell(teacher.build(), str(init))
         if not has_classes(teacher, classes):
-            shell = dataclasses.replace(shell, num_classes=0)  # the student gets a new head
+            shell = dataclasses.replace(shell, num_classes=0)  # of other classes: the student gets a new head
         student, _ = super().build_model(params, classes, None, where)
         if not isinstance(student, T5) or student.inner == "softmax":
             raise UserError(
@@ -47,14 +48,7 @@ class Linearize(Classify):
 
         # the model has its initial weights here even when a run resumes: the saved state is loaded later
         start = copy.deepcopy(parts["model"]).cpu()
-        shared = {
-            "transform": params.transform,
-            "mix": params.mix,
-            "mesa": params.mesa,
-            "num_classes": len(datasets.classes),
-        }
-        rates = {"new_lr_factor": params.new_lr_factor, "decay_all": params.decay_all}
-        return Linearization(start=start, **rates, **shared, **parts)
+        return Linearization(start=start, params=params, num_classes=len(datasets.classes), **parts)
 
     def summarise(self, task: Any, last: Mapping[str, float]) -> dict[str, Any]:
         """Return the metrics of a classifier, and `untrained_top1_percent` of the student before its first step."""

@@ -14,18 +14,15 @@ class Linearization(Classification):
     """Training of a student.
 
     Args:
-        start: the student before its first step, on the CPU.
-        new_lr_factor, decay_all: see `LinearizeParams`.
-        parts: see `Classification`.
+        start: the student before its first step, on the CPU, for the score of the inherited weights alone.
+        parts: see `Classification`; its params are `LinearizeParams`.
     """
 
-    def __init__(self, *, start: nn.Module, new_lr_factor: float, decay_all: bool, **parts: Any):
+    def __init__(self, *, start: nn.Module, **parts: Any):
         super().__init__(**parts)
-        self.start, self.new_lr_factor, self.decay_all = start, new_lr_factor, decay_all
+        self.start = start
 
     def build_optimizer(self, params: OptimParams) -> torch.optim.Optimizer:
         """Build the optimiser; parameters that a softmax model lacks have `new_lr_factor` times the learning rate."""
-        new = self.model.new_parameters()
-        return build_optimizer(
-            self.model, params, self.batch_size, new=new, new_factor=self.new_lr_factor, decay_all=self.decay_all
-        )
+        rates = {"new": self.model.new_parameters(), "new_factor": self.params.new_lr_factor}
+        return build_optimizer(self.model, params, self.batch_size, **rates, decay_all=self.params.decay_all)

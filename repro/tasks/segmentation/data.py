@@ -46,7 +46,7 @@ class AdeSegmentation(Dataset):
         epoch, index = key
         image, values = self.pairs.read(index)
         labels = values - np.uint8(1)  # 0 wraps around to IGNORED
-        results = {"img": _turned(image)}
+        results = {"img": _turned(image)}  # mmsegmentation's transforms expect BGR
         if self.training:
             results |= {"gt_seg_map": labels, "seg_fields": ["gt_seg_map"]}
         with own_randomness(self.seed, epoch, index):
@@ -70,6 +70,7 @@ def resize(image: Tensor, settings: SegmentationTransformSettings) -> Tensor:
 
 
 def _evaluation_steps(settings: SegmentationTransformSettings) -> list:
+    """Return mmsegmentation's transforms of an image in evaluation; its label map keeps its size."""
     return [
         transforms.Resize(scale=settings.scale, keep_ratio=True),
         transforms.ResizeToMultiple(size_divisor=_MULTIPLE),
@@ -77,6 +78,7 @@ def _evaluation_steps(settings: SegmentationTransformSettings) -> list:
 
 
 def _training_steps(settings: SegmentationTransformSettings) -> list:
+    """Return mmsegmentation's transforms of an image and its label map in training, in the order of its recipes."""
     size = (settings.crop_size, settings.crop_size)
     # the published recipe pads with 0 after normalisation; here the padding is the byte that normalisation maps to 0,
     # within 0.01: the rounded mean
@@ -98,4 +100,5 @@ def _turned(image: np.ndarray) -> np.ndarray:
 
 
 def _to_tensor(image: np.ndarray) -> Tensor:
+    """Convert OpenCV's image, BGR uint8 (H, W, 3), to RGB (3, H, W)."""
     return torch.from_numpy(_turned(image).transpose(2, 0, 1).copy())

@@ -58,15 +58,18 @@ class Segment(DenseSpec):
 
         train, judged = (loader.dataset.pairs for loader in (task.train, task.held_out[task.reported_split]))
         objects = len(instances.classes)
+        # values of the label maps, from 0 for no label on
         counts = sum(np.bincount(train.read(index)[1].ravel(), minlength=IGNORED + 1) for index in range(len(train)))
         background = int(counts[objects + 1 :].argmax()) + objects  # the objects are the first classes
 
+        # as `score_areas` calls a model: of an image (1, 3, H, W); here `size` is the image's own
         def label_map(image: Any, size: tuple[int, int]) -> Any:
             # the baseline's labels begin at 1, and those of a label map at 0
             return baseline.label_map(image[0], background + 1) - 1
 
         def batches() -> Iterator[Any]:
             for pixels, values in map(judged.read, range(len(judged))):
+                # as in `AdeSegmentation`, value 1 is class 0, and 0 wraps around to IGNORED
                 yield torch.from_numpy(pixels).permute(2, 0, 1)[None], torch.from_numpy(values - np.uint8(1))[None]
 
         return score_areas(label_map, batches(), len(task.classes))[0]
@@ -85,6 +88,7 @@ class Segment(DenseSpec):
         from .draw import draw, predict
 
         labels = predict(model, picture, settings)
+        # share of the picture's pixels by class, the largest first
         shares = {names[index]: round(float((labels == index).float().mean()), 4) for index in labels.unique().tolist()}
         shares = dict(sorted(shares.items(), key=lambda item: -item[1]))
         return Sight(

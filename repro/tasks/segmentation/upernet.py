@@ -54,7 +54,7 @@ def build_upernet(
     loss = {"type": "CrossEntropyLoss", "avg_non_ignore": False, "class_weight": weights}
     with quiet():
         model = UperNet(
-            backbone={"type": lambda: backbone},
+            backbone={"type": lambda: backbone},  # the registry calls it, and so takes the module as it is
             decode_head=both | decode | {"loss_decode": loss},
             auxiliary_head=both | aux | {"loss_decode": loss | {"loss_weight": params.aux_weight}},
             test_cfg=mmengine.config.ConfigDict(windows),
