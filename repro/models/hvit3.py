@@ -16,8 +16,6 @@ import torch.nn.functional as F
 from timm.layers import DropPath
 from torch import Tensor, nn
 
-from kernels.dispatch import compute_dtype
-
 from .backbone import register_sizes, rename_prefixes
 from .hierarchy import Hierarchy, Stage
 from .image_model import Grid
@@ -98,7 +96,8 @@ class HViT3Stage(Stage):
 
     def forward(self, x: Tensor, *, recompute: bool = False) -> Tensor:
         """Map (B, C, h, w) to the same shape; the angles are computed once, in at least fp32."""
-        rotation = rotations(tuple(x.shape[-2:]), x.shape[1], dtype=compute_dtype(x.dtype), device=x.device)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        rotation = rotations(tuple(x.shape[-2:]), x.shape[1], dtype=dtype, device=x.device)
         # in channels-last layout, maps and tokens are views of each other
         return self.run_blocks(x.contiguous(memory_format=torch.channels_last), rotation, recompute=recompute)
 
