@@ -336,7 +336,7 @@ class ViTAdapter(Pyramid):
         require_choice("features", features, get_args(Features))
         super().__init__(backbone, freeze_backbone)
         self.channels = (dim,) * len(STRIDES)
-        self.depth, self.features = depth, features
+        self.embed_dim, self.depth, self.features = dim, depth, features
         if isinstance(backbone, ClasslessViT):  # the weights have the names of timm's ViT inside it
             self.trunk_name = "backbone.model"
         if not final_norm:
