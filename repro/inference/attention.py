@@ -73,7 +73,7 @@ def observe_attention(model: nn.Module, images: Tensor, batch_size: int = 16) ->
     """
     layers = _find_layers(model)
     prefix = 0 if isinstance(model, ClassFreeViT) else model.num_prefix_tokens
-    grid = find_grid(model, images)
+    grid = _find_grid(model, images)
     chosen = choose_tokens(grid)
     shares, ratios = [], []
     for part in images.split(batch_size):
@@ -91,7 +91,7 @@ def observe_attention(model: nn.Module, images: Tensor, batch_size: int = 16) ->
     return Look(share=torch.cat(shares, 1), shift_ratio=torch.cat(ratios, 1).mean(1), grid=grid)
 
 
-def find_grid(model: nn.Module, images: Tensor) -> Grid:
+def _find_grid(model: nn.Module, images: Tensor) -> Grid:
     """Return the grid (h, w) of the patches of a model of `observe_attention` for images (N,3,H,W)."""
     size = tuple(images.shape[-2:])
     return model.grid_of(*size) if isinstance(model, ClassFreeViT) else model.patch_embed.dynamic_feat_size(size)
@@ -185,7 +185,7 @@ def _project(model: nn.Module, layers: Sequence[nn.Module], images: Tensor) -> l
 
 
 def _look(layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, grid: Grid, tokens: Sequence[int]) -> Tensor:
-    """Compute the attention (B, h, n, N) of one layer, not normalised over the patches."""
+    """Compute the attention (B, h, n, N) of the `tokens` in one layer, not normalised over the patches."""
     if isinstance(layer, InnerMixer):
         return measure_implicit_attention(lambda *qkv: layer.mix(*qkv, grid), q, k, v, layer.num_heads, tokens).detach()
     heads_q, heads_k = (each.unflatten(2, (layer.num_heads, -1)).transpose(1, 2) for each in (q[:, tokens], k))
@@ -198,9 +198,10 @@ def _distances(grid: Grid, like: Tensor) -> Tensor:
     return torch.cdist(places[choose_tokens(grid)], places)
 
 
-_IMAGES, _SHOWN, _SEED = 32, 3, 0
+_IMAGES, _SHOWN = 32, 3  # images of a data set that are measured, and images in a figure
+_SEED = 0  # of the choice of images, and of the student before its training
 _CHOICES = ("inner", "key_norm", "dwc", "neighbours")  # options of a linearised model that go into the record
-TEACHER, BEFORE, AFTER = "teacher", "before", "after"
+TEACHER, BEFORE, AFTER = "teacher", "before", "after"  # states of the weights, as the record and the figure name them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -262,32 +263,42 @@ def measure_on_data(
     caption = f"{classifier.name}, {len(images)} images of {cell.name}; {device_label(device)}"
     numbers = explain_attention(classifier, images, teacher, output, caption)
     teacher_hash = open_weights(teacher).hash if teacher else None
-    hashes = {"weights_hash": classifier.checkpoint.hash, "teacher_hash": teacher_hash}
-    params = AttentionParams(model=classifier.name, images=len(images), seed=_SEED, **hashes)
-    about = {
-        "model": classifier.checkpoint.model,
+    params = AttentionParams(
+        model=classifier.name,
+        weights_hash=classifier.checkpoint.hash,
+        teacher_hash=teacher_hash,
+        images=len(images),
+        seed=_SEED,
+    )
+    options = classifier.checkpoint.options
+    metrics = {
         "data": cell.name,
         "split": tree.kind.reported_split,
         **dataclasses.asdict(params),
+        "tokens": len(choose_tokens(_find_grid(classifier.model, images))),
+        "options": {key: options[key] for key in _CHOICES if key in options},
+        "by_layer": numbers,
     }
-    about["tokens"] = len(choose_tokens(find_grid(classifier.model, images)))
-    about |= {
-        "options": {key: classifier.checkpoint.options[key] for key in _CHOICES if key in classifier.checkpoint.options}
-    }
-    about |= {} if teacher else {"teacher_hash_reason": "no teacher was named"}
-    place = {"device": device_label(device), "dtype": "fp32", "backend": "torch"}
-    identity = make_identity(paths.root, params, data_manifest=cell.manifest_path, **place)
+    if teacher is None:
+        metrics["teacher_hash_reason"] = "no teacher was named"
+    identity = make_identity(
+        paths.root, params, data_manifest=cell.manifest_path, device=device_label(device), dtype="fp32", backend="torch"
+    )
     # the teacher is that of the linearisation, so the weights determine it where it is given
     parts = [classifier.name, cell.name, classifier.checkpoint.hash[:8], *([] if teacher else ["no_teacher"])]
     file = cell.records(paths, device_slug(device)) / "attention" / f"{'_'.join(parts)}.json"
-    write_record(file, about | {"by_layer": numbers}, identity, time.monotonic() - started)
+    write_record(file, metrics, identity, time.monotonic() - started)
     print(
         f"{output}: {min(_SHOWN, len(images))} of {len(images)} images; the numbers are in {file.relative_to(paths.root)}"
     )
 
 
-def _find_earlier(classifier: Classifier, teacher: Path) -> Mapping[str, Any]:
-    """Build the teacher, and the student before its training."""
+def _find_earlier(classifier: Classifier, teacher: Path) -> dict[str, nn.Module]:
+    """Build the teacher, and the student before its training, both for the classifier's image size.
+
+    Raises:
+        UserError: the classifier is not linearised, or the teacher's file does not fit it.
+    """
     student, checkpoint = classifier.model, open_weights(teacher).require_classifier()
     if not isinstance(student, T5) or student.inner == "softmax":
         raise UserError(
@@ -302,6 +313,7 @@ def _find_earlier(classifier: Classifier, teacher: Path) -> Mapping[str, Any]:
 
 
 def _print(numbers: Mapping[str, Mapping[str, list[float]]]) -> None:
+    """Print the result of `summarise_looks` as a table, with a row for each layer and state."""
     columns = {
         "shift_ratio": "shift of keys",
         "reach_patches": "reach (patches)",

@@ -35,7 +35,8 @@ class Classifier:
 
     def read_images(self, tree: Tree) -> Tensor:
         """Read the images of a tree's reported split, resized and cropped for the model: uint8 (N, 3, S, S)."""
-        dataset = self._dataset(tree)
+        dataset = self.open_dataset(tree)
+        # an item is asked for by (epoch, index), for transforms that draw; this one draws nothing
         return torch.stack([torch.as_tensor(dataset[(0, index)][0]) for index in range(len(dataset))])
 
     def to_inputs(self, images: Tensor) -> Tensor:
@@ -52,14 +53,16 @@ class Classifier:
             dtype: `fp32`, or `bf16` and `fp16` under autocast.
             progress: updated with the number of finished images.
         """
-        loader = EvalLoader(self._dataset(tree), batch_size=batch_size, workers=workers, device=self.device)
-        try:
-            with torch.autocast(self.device.type, dtype=torch_dtype(dtype), enabled=dtype != "fp32"):
-                return accuracy(self.model, _report_progress(loader, progress), ToInput(self.transform, self.device))
-        finally:
-            loader.close()
+        with (
+            contextlib.closing(
+                EvalLoader(self.open_dataset(tree), batch_size=batch_size, workers=workers, device=self.device)
+            ) as loader,
+            torch.autocast(self.device.type, dtype=torch_dtype(dtype), enabled=dtype != "fp32"),
+        ):
+            return accuracy(self.model, _report_progress(loader, progress), ToInput(self.transform, self.device))
 
-    def _dataset(self, tree: Tree) -> ImageFolder:
+    def open_dataset(self, tree: Tree) -> ImageFolder:
+        """Return the images of a tree's reported split, resized and cropped for the model as they are read."""
         return ImageFolder(tree, tree.kind.reported_split, eval_transform(self.transform))
 
 
@@ -114,6 +117,7 @@ def subsample(tree: Tree, count: int, seed: int) -> Tree:
 
 
 def _report_progress(loader: EvalLoader, progress: Progress | None) -> Iterator[tuple]:
+    """Yield the batches (images, targets) of a loader, and update the progress after each."""
     done = 0
     for batch in loader:
         yield batch

@@ -27,8 +27,8 @@ from .classifier import Classifier, require_same_classes
 from .inner import OverrideTTTLinear, Run
 from .probes import BATCH_SIZE, ProbeParams, record_probe, replace_learners
 
-NAME = "distributions"
-VECTORS = ("q", "k", "v", "out")
+NAME = "distributions"  # of this probe, for `repro explain --probe`
+VECTORS = ("q", "k", "v", "out")  # queries, keys, values and outputs of a learner
 
 
 def tell_apart(first: Tensor, second: Tensor) -> float:
@@ -56,6 +56,7 @@ def _fit(vectors: Tensor) -> Callable[[Tensor], Tensor]:
     factor = torch.linalg.cholesky(covariance)
 
     def likelihood(given: Tensor) -> Tensor:
+        """Map vectors (n,d) to their log-likelihoods (n,)."""
         scaled = torch.linalg.solve_triangular(factor, (given - mean).T, upper=False)
         return -0.5 * scaled.square().sum(0) - factor.diagonal().log().sum()
 
@@ -72,12 +73,14 @@ def observe_vectors(model: nn.Module) -> Iterator[list[dict[str, Tensor]]]:
     calls: list[dict[str, Tensor]] = []
 
     def note_learner(run: Callable[..., Tensor], loop: Any, weights: Any, *given: Any) -> Tensor:
+        """Note the vectors of a learner, (B,heads,n,d), and return its output; see `replace_learners`."""
         out = run(loop, weights, *given)
         if not MODELS[loop.model].on_grid:
             calls.append({name: x.transpose(1, 2) for name, x in zip(VECTORS, (*given[:3], out), strict=True)})
         return out
 
     def note_operator(arguments: Arguments, run: Run) -> Tensor:
+        """Note the vectors of TTT-Linear, (B,T,R,H,D); each direction counts as heads of its own."""
         out = run(arguments)
         calls.append({name: x.flatten(2, 3) for name, x in zip(VECTORS, (*arguments[:3], out), strict=True)})
         return out
@@ -86,7 +89,7 @@ def observe_vectors(model: nn.Module) -> Iterator[list[dict[str, Tensor]]]:
         yield calls
 
 
-def measure_layers(classifier: Classifier, cell: DataCell, workers: int) -> list[dict[str, float]]:
+def _measure_layers(classifier: Classifier, cell: DataCell, workers: int) -> list[dict[str, float]]:
     """Compute `tell_apart` in percent for each pair of vectors, layer by layer, on the reported split.
 
     Raises:
@@ -111,12 +114,12 @@ def measure_layers(classifier: Classifier, cell: DataCell, workers: int) -> list
 
 
 def record_distributions(classifier: Classifier, cell: DataCell, paths: Paths, runtime: Runtime) -> None:
-    """Print and record `measure_layers` for a trained model, and for the same model with random weights.
+    """Print and record `_measure_layers` for a trained model, and for the same model with random weights.
 
     The record is under results/replications/<device>/probes.
 
     Raises:
-        UserError: as `measure_layers`; or the data have other classes than the model, or fewer than four images.
+        UserError: as `_measure_layers`; or the data have other classes than the model, or fewer than four images.
     """
     started, device, checkpoint = time.monotonic(), choose_device(runtime.device), classifier.checkpoint
     tree = cell.open_tree()
@@ -129,7 +132,7 @@ def record_distributions(classifier: Classifier, cell: DataCell, paths: Paths, r
     torch.manual_seed(0)
     untrained = build_model(checkpoint.model, **checkpoint.options).to(device).eval().requires_grad_(False)
     layers = {
-        state: measure_layers(dataclasses.replace(classifier, model=model), cell, runtime.workers)
+        state: _measure_layers(dataclasses.replace(classifier, model=model), cell, runtime.workers)
         for state, model in (("trained", classifier.model), ("untrained", untrained))
     }
     metrics: dict[str, Any] = {

@@ -15,7 +15,7 @@ from .erf import FieldShape, describe_field
 
 _WIDTH = 9.0  # width of every figure in inches
 DECADES = 4  # range of the colours of a receptive field, in powers of ten
-MARK = np.array([0.90, 0.35, 0.0])
+MARK = np.array([0.90, 0.35, 0.0])  # RGB of marked tokens
 # Okabe and Ito's palette, which most people with colour blindness can tell apart
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
 
@@ -40,7 +40,8 @@ def draw_gradients(
     layers = next(iter(maps.values())).shape[1]
     rows, columns = len(pictures) * len(maps), layers + 4
     side = (_WIDTH - 0.9) / columns
-    figure, axes = _figure(rows, columns, rows * side + 1.0)
+    figure = _new_figure(rows * side + 1.0)
+    axes = figure.subplots(rows, columns, squeeze=False)
     relative = {state: np.concatenate([m, m.mean(1, keepdims=True)], 1) for state, m in maps.items()}
     # relative to the mean over a picture's tokens: all layers then share one scale
     relative = {state: m / m.mean((2, 3), keepdims=True) for state, m in relative.items()}
@@ -54,7 +55,7 @@ def draw_gradients(
             shown = axes[row, 1 + column].imshow(values, cmap="viridis", vmin=0, vmax=top)
         for panel, name in zip(axes[row, -2:], ("all", "later"), strict=True):
             chosen = np.asarray(tops[state][name][n])
-            cell = [side // count for side, count in zip(picture.shape[:2], chosen.shape, strict=True)]
+            cell = [side // count for side, count in zip(picture.shape[:2], chosen.shape, strict=True)]  # pixels
             panel.imshow(np.where(np.kron(chosen, np.ones(cell))[..., None] > 0, 0.45 * picture + 0.55 * MARK, picture))
     titles = "picture", *(f"layer {i + 1}" for i in range(layers)), "mean", "top 30 %", "… later chunks"
     for panel, title in zip(axes[0], titles, strict=True):
@@ -79,7 +80,9 @@ def draw_fields(
     """
     columns = min(4, len(fields))
     rows = -(-len(fields) // columns)
-    figure, (upper, lower) = _subfigures((0.4 + rows * (min(4.0, _WIDTH / columns) + 0.4), 3.4))
+    heights = 0.4 + rows * (min(4.0, _WIDTH / columns) + 0.4), 3.4
+    figure = _new_figure(sum(heights))
+    upper, lower = figure.subfigures(2, 1, height_ratios=heights)
     axes = upper.subplots(rows, columns, squeeze=False)
     for panel in axes.flat[len(fields) :]:
         panel.remove()
@@ -125,7 +128,8 @@ def draw_losses(path: Path, losses: Mapping[str, ArrayLike], caption: str) -> No
     layers = len(next(iter(losses.values())))
     columns = min(4, layers)
     rows = -(-layers // columns)
-    figure, axes = _figure(rows, columns, 1.2 + 2.4 * rows, sharex=True, sharey=True)
+    figure = _new_figure(1.2 + 2.4 * rows)
+    axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
     for layer, panel in enumerate(axes.flat):
         if layer >= layers:
             panel.remove()
@@ -176,14 +180,13 @@ def draw_attention(
     layers = next(iter(shares.values())).shape[0]
     central = find_central(tokens, grid)
     token = tokens[central]
-    rows, side = len(pictures) * len(shares), (_WIDTH - 0.9) / max(layers + 1, 8)
+    rows, side = len(pictures) * len(shares), (_WIDTH - 0.9) / max(layers + 1, 8)  # inches; 8: few maps stay small
     labels = {"shift_ratio": "shift ratio of the keys", "reach_patches": "reach (patches)", "peak_percent": "peak (%)"}
-    labels |= (
-        {"overlap_percent": "overlap with the teacher (%)"}
-        if any("overlap_percent" in own for own in numbers.values())
-        else {}
-    )
-    figure, (upper, lower) = _subfigures((rows * side + 0.6, 2.6))
+    if any("overlap_percent" in own for own in numbers.values()):
+        labels["overlap_percent"] = "overlap with the teacher (%)"
+    heights = rows * side + 0.6, 2.6
+    figure = _new_figure(sum(heights))
+    upper, lower = figure.subfigures(2, 1, height_ratios=heights)
     axes = upper.subplots(rows, layers + 1, squeeze=False)
     for row, (n, state) in enumerate((n, state) for n in range(len(pictures)) for state in shares):
         high, wide = (size / count for size, count in zip(pictures[n].shape[:2], grid, strict=True))
@@ -220,25 +223,20 @@ def draw_attention(
     _save(figure, path, caption)
 
 
-def _subfigures(heights: Sequence[float]) -> tuple[Any, Any]:
+def _new_figure(height: float) -> Any:
+    """Return an empty figure of a height in inches; it needs no window system, unlike those of pyplot."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(_WIDTH, sum(heights)), layout="constrained")
-    return figure, figure.subfigures(len(heights), 1, height_ratios=heights)
-
-
-def _figure(rows: int, columns: int, height: float, **options: Any) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
-    return figure, figure.subplots(rows, columns, squeeze=False, **options)
+    return Figure(figsize=(_WIDTH, height), layout="constrained")
 
 
 def _hide_ticks(axes: Any) -> None:
+    """Remove the ticks and their labels from each of some axes."""
     for panel in axes:
         panel.set(xticks=[], yticks=[])
 
 
 def _save(figure: Any, path: Path, caption: str) -> None:
+    """Write a figure with its caption below as a PNG."""
     figure.supxlabel(caption, fontsize=8, color="0.35")
     save_png(figure, path)

@@ -13,7 +13,8 @@ import torch
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 
-SECTORS = 8
+SECTORS = 8  # of a ring, for the anisotropy
+# kinds of layers that may reduce the grid of a map
 _LAYERS = (nn.Conv2d, nn.MaxPool2d, nn.AvgPool2d)
 
 
@@ -62,6 +63,7 @@ def find_centre(model: nn.Module, image_size: tuple[int, int]) -> tuple[float, f
     leaving: dict[tuple[int, int], nn.Module] = {}  # grid -> the last layer that reduces it
 
     def note(layer: nn.Module, given: tuple[Tensor], out: Tensor) -> None:
+        """Note the layer under the grid (h, w) of its input."""
         leaving[tuple(given[0].shape[-2:])] = layer
 
     reducing = [each for each in model.modules() if isinstance(each, _LAYERS) and max(to_2tuple(each.stride)) > 1]
@@ -76,6 +78,7 @@ def find_centre(model: nn.Module, image_size: tuple[int, int]) -> tuple[float, f
     total = model.feature_info[-1]["reduction"]
     centre = []
     for axis, side in enumerate(grid):
+        # as if the whole model cut disjoint patches; then the shift of each layer, whose input positions are `pixels` wide
         place, pixels = side // 2 * total + (total - 1) / 2, 1
         # layers beside the path of the features, such as those that reduce keys, come before the one that leaves a grid
         for layer in leaving.values():
@@ -117,6 +120,7 @@ def describe_field(field: Tensor, centre: tuple[float, float], patch: int = 16) 
     radii, shares = radius.flatten()[order], (field.flatten()[order] / total).cumsum(0)
 
     def within(share: float) -> float:
+        """Return the distance in pixels within which this share of the contributions lies."""
         return float(radii[min(int(torch.searchsorted(shares, share)), len(radii) - 1)])
 
     # number of pixels within each whole distance, which may be 0
@@ -134,7 +138,10 @@ def describe_field(field: Tensor, centre: tuple[float, float], patch: int = 16) 
 
 
 def _anisotropy(field: Tensor, down: Tensor, right: Tensor, radius: Tensor, width: int) -> float:
-    """Compute `FieldShape.anisotropy` from the field (H,W), distances to its centre, and the width of a ring."""
+    """Compute `FieldShape.anisotropy` of a field (H,W).
+
+    Distances of pixels to the centre are `down` (H,1), `right` (1,W) and `radius` (H,W); `width` is that of a ring.
+    """
     inside = radius <= min(-down[0], down[-1], -right[0, 0], right[0, -1])
     ring = (radius[inside] / width).long()
     # sectors centred on axes and diagonals treat a square grid of patches most evenly
@@ -150,6 +157,10 @@ def _anisotropy(field: Tensor, down: Tensor, right: Tensor, radius: Tensor, widt
 
 
 def _share_ahead(field: Tensor, down: Tensor, right: Tensor, half: float) -> float | None:
+    """Compute `FieldShape.share_ahead` of a field (H,W); `half` is half of a patch's side.
+
+    Distances of pixels to the centre are `down` (H,1) and `right` (1,W).
+    """
     same_row = down.abs() < half
     before = field[(down <= -half) | (same_row & (right <= -half))].sum()
     after = field[(down >= half) | (same_row & (right >= half))].sum()

@@ -27,6 +27,7 @@ from .classifier import Classifier, load_classifier, one_line_errors, require_sa
 from .params import EvaluatedParams, EvaluateRequest
 
 LIMIT_SEED = 0  # seed of the images that a limit draws: the same ones for every model
+# columns of a curve, as far as its rows have them
 CURVE = ("image_size", "top1_percent", "top5_percent", "held_out_loss", "held_out_images")
 # () -> (models with published weights and their image sides in pixels; reason -> labels of the rows without weights)
 FindModels = Callable[[], tuple[Sequence[tuple[Published, int]], dict[str, list[str]]]]
@@ -108,7 +109,8 @@ def _open_models(request: EvaluateRequest, find_models: FindModels) -> list[tupl
         return [(open_weights(request.weights, model=model).require_classifier(), None)]
     if request.table1:
         rows, left_out = find_models()
-        print("\n".join(f"left out: {', '.join(labels)}: {reason}" for reason, labels in left_out.items()), flush=True)
+        for reason, labels in left_out.items():
+            print(f"left out: {', '.join(labels)}: {reason}", flush=True)
         return [(open_weights(None, model=published.full_name), size) for published, size in rows]
     return [(open_weights(None, model=name), None) for name in request.models]
 
@@ -117,6 +119,7 @@ def _require_fitting(checkpoint: Checkpoint, classes: Sequence[str], data: str) 
     """Raise a UserError where a checkpoint's classes are not those of the data."""
     require_same_classes(checkpoint, classes, data)
     if checkpoint.num_classes not in (None, len(classes)):
+        # published weights with their tag, which `where` leaves out for those of a paper's row
         where = checkpoint.path or ".".join(filter(None, (checkpoint.model, checkpoint.facts["weights_tag"])))
         raise UserError(f"{where}: has {checkpoint.num_classes} classes, {data} has {len(classes)}")
 
@@ -140,7 +143,7 @@ class _Evaluation:
         rows = [self._evaluate(load_classifier(checkpoint, self.device, size)) for size in sizes]
         if len(rows) > 1:
             folder = self.paths.artifacts(self._file(checkpoint))
-            write_curve(folder, rows, f"{checkpoint.name} on {self.cell.name}")
+            _write_curve(folder, rows, f"{checkpoint.name} on {self.cell.name}")
             print(f"{checkpoint.name} on {self.cell.name}: curve in {folder.relative_to(self.paths.root)}")
 
     def _file(self, checkpoint: Checkpoint, size: int | None = None) -> Path:
@@ -170,8 +173,12 @@ class _Evaluation:
         if not math.isfinite(scores["held_out_loss"]):
             advice = "use --dtype fp32 or bf16" if request.dtype == "fp16" else "its training went wrong"
             raise UserError(f"{checkpoint.where} at {size}: logits are not finite in {request.dtype}; {advice}")
-        metrics = scores | {"model": checkpoint.name, "data": self.cell.name, "kind": self.cell.kind, "split": split}
-        metrics |= {
+        metrics = {
+            **scores,
+            "model": checkpoint.name,
+            "data": self.cell.name,
+            "kind": self.cell.kind,
+            "split": split,
             **checkpoint.facts,
             "weights_hash": checkpoint.hash,
             "image_size": size,
@@ -194,6 +201,7 @@ class _Evaluation:
         return metrics
 
     def _format_score(self, checkpoint: Checkpoint, metrics: dict[str, Any]) -> str:
+        """Return a model's scores at one size in a line, with the paper's number where it may stand beside them."""
         tag = f" ({checkpoint.facts['weights_tag']})" if "weights_tag" in checkpoint.facts else ""
         where = f"{checkpoint.name}{tag} on {self.cell.name} at {metrics['image_size']}, {self.request.dtype}"
         limited = " (--limit: not a full score)" if self.request.limit else ""
@@ -208,7 +216,7 @@ class _Evaluation:
         )
 
 
-def write_curve(folder: Path, rows: Sequence[dict[str, Any]], title: str) -> None:
+def _write_curve(folder: Path, rows: Sequence[dict[str, Any]], title: str) -> None:
     """Write `curve.csv` (a row per image size) and `curve.png` (top-1 over the size, the training size marked).
 
     `rows` are the metrics of one model's evaluations; `title` names model and data.

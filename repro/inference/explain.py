@@ -2,12 +2,12 @@
 
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core.errors import UserError, blame
 from ..core.runtime import device_label
@@ -18,7 +18,7 @@ from . import draw, erf, inner
 from .attention import explain_attention
 from .classifier import Classifier, load_classifier
 
-_BATCH_SIZE = 64
+# the choices of `repro explain --map`
 Map = Literal["gmm", "erf", "reconstruction", "attention"]
 
 
@@ -98,7 +98,8 @@ def _draw_inner_map(
     weights = classifier.checkpoint.path
     snapshots = find_snapshots(weights) if weights else {}
 
-    def load(file: Path) -> Any:
+    def load(file: Path) -> nn.Module:
+        """Build the model of a snapshot, as `load_classifier` does."""
         return load_classifier(open_weights(file), classifier.device).model
 
     if map == "gmm":

@@ -23,14 +23,14 @@ from ..core.record import atomic, write_json
 from ..models.checkpoints import open_own
 from ..models.weights import METADATA_KEY, save_weights
 
-_Format = Literal["safetensors", "onnx", "torch_export"]
+_Format = Literal["safetensors", "onnx", "torch_export"]  # the choices of `repro export --format`
 _Classify = Callable[[Tensor], Tensor]  # images (B, 3, S, S) -> logits (B, classes)
 SUFFIXES: dict[_Format, str] = {"safetensors": "", "onnx": ".onnx", "torch_export": ".pt2"}
 # largest difference of a logit from the eager model's, as a share of the largest logit; `safetensors` is read back by
 # the same code, and must be equal
 TOLERANCES: dict[_Format, float] = {"safetensors": 0.0, "onnx": 1e-4, "torch_export": 1e-4}
 CLASS_MAP = "class_map.txt"  # in the folder of `safetensors`: a class per line, in the order of the logits
-ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")  # of the extra `export`
 
 
 def export(
@@ -73,10 +73,16 @@ def export(
     except (ValueError, AssertionError, RuntimeError) as error:
         why = str(error).splitlines()[0]
         raise UserError(f"--image-size {size}: {checkpoint.model} does not take it: {why}") from None
-    facts = {"model": checkpoint.model, "options": dict(checkpoint.options), "classes": list(checkpoint.classes)}
-    facts |= {"preprocessing": {**checkpoint.preprocessing, "input_size": [3, size, size]}}
-    facts |= {"weights_hash": checkpoint.hash}
-    facts |= {"sides_multiple_of": model.feature_info[-1]["reduction"]} if any_size else {}
+    # what the written file says about itself
+    facts = {
+        "model": checkpoint.model,
+        "options": dict(checkpoint.options),
+        "classes": list(checkpoint.classes),
+        "preprocessing": {**checkpoint.preprocessing, "input_size": [3, size, size]},
+        "weights_hash": checkpoint.hash,
+    }
+    if any_size:
+        facts["sides_multiple_of"] = model.feature_info[-1]["reduction"]
     write = {"safetensors": _write_timm, "onnx": _write_onnx, "torch_export": _write_torch_export}[format]
     with (_new_folder if format == "safetensors" else atomic)(path) as temporary:
         with warnings.catch_warnings(action="ignore"):  # the exporters warn about their own code
@@ -98,7 +104,10 @@ def _new_folder(path: Path) -> Iterator[Path]:
 
 
 def _write_timm(model: nn.Module, facts: dict[str, Any], folder: Path) -> Callable[[], _Classify]:
-    """Write the folder for `timm.create_model("local-dir:...", pretrained=True)`: config.json, weights, class map."""
+    """Write the folder for `timm.create_model("local-dir:...", pretrained=True)`: config.json, weights, class map.
+
+    Returns the function that reads the model back, as the other `_write_` functions do.
+    """
     own = {key: facts[key] for key in ("options", "preprocessing", "classes")}
     save_weights(folder / "model.safetensors", model, name=facts["model"], **own)
     # in the format of timm's `push_to_hf_hub`; the tag belongs to these weights, not to the pretrained cfg of the model
@@ -123,7 +132,10 @@ def _write_timm(model: nn.Module, facts: dict[str, Any], folder: Path) -> Callab
 
 
 def _trace(model: nn.Module, facts: dict[str, Any]) -> torch.export.ExportedProgram:
-    """Trace the model's graph for any number of images, with this project's operators decomposed into standard ones."""
+    """Trace the model's graph for any number of images, with this project's operators decomposed into standard ones.
+
+    With `sides_multiple_of` in the facts, it is for images of any sides that are multiples of that.
+    """
     size, step = facts["preprocessing"]["input_size"][-1], facts.get("sides_multiple_of")
     free, height, width = {0: torch.export.Dim("batch")}, size, size
     if step:
@@ -142,6 +154,7 @@ def _trace(model: nn.Module, facts: dict[str, Any]) -> torch.export.ExportedProg
 
 @contextlib.contextmanager
 def _one_line_errors(facts: dict[str, Any], option: str = "") -> Iterator[None]:
+    """Convert whatever an exporter raises to a RunError of one line, which names the model and the `option`."""
     try:
         yield
     except Exception as error:  # models outside this project's families may raise anything here
@@ -151,6 +164,7 @@ def _one_line_errors(facts: dict[str, Any], option: str = "") -> Iterator[None]:
 
 
 def _write_torch_export(model: nn.Module, facts: dict[str, Any], file: Path) -> Callable[[], _Classify]:
+    """Write the graph for torch.export.load, with the facts inside; return the function that reads it back."""
     extra = {f"{METADATA_KEY}.json": json.dumps(facts, sort_keys=True)}
     with open(file, "wb") as stream:  # for a path, torch.export.save requires the suffix .pt2
         torch.export.save(_trace(model, facts), stream, extra_files=extra)
@@ -158,20 +172,23 @@ def _write_torch_export(model: nn.Module, facts: dict[str, Any], file: Path) -> 
 
 
 def _write_onnx(model: nn.Module, facts: dict[str, Any], file: Path) -> Callable[[], _Classify]:
+    """Write the graph as ONNX, with the facts in its metadata; return the function that reads it back."""
     import onnxscript.optimizer
 
     program = _trace(model, facts)
     logging.getLogger("onnxscript").setLevel(logging.ERROR)
     with _one_line_errors(facts):
-        names = {"input_names": ["images"], "output_names": ["logits"]}
         # the exporter's optimiser is quadratic in the length of the graph, and onnxruntime repeats most of its work
-        onnx = torch.onnx.export(program, dynamo=True, **names, verbose=False, optimize=False)
+        onnx = torch.onnx.export(
+            program, dynamo=True, input_names=["images"], output_names=["logits"], verbose=False, optimize=False
+        )
         onnxscript.optimizer.fold_constants(onnx.model)
         onnxscript.optimizer.remove_unused_nodes(onnx.model)
     onnx.model.metadata_props[METADATA_KEY] = json.dumps(facts, sort_keys=True)
     onnx.save(file)
 
     def load() -> _Classify:
+        """Open the file with onnxruntime on the CPU."""
         import onnxruntime
 
         options = onnxruntime.SessionOptions()

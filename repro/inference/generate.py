@@ -1,5 +1,6 @@
 """Sampling of pictures with a trained denoiser, and their scores."""
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,9 +40,10 @@ from ..tasks.generation.task import draw_samples, to_pictures
 from .params import DrawnParams, DrawRequest
 
 OF_EACH, MOST_BY_DEFAULT = 8, 80  # default numbers of pictures: of each class, and at most in total
-_COLUMNS, _MOST_IN_GRID = 10, 100
-_GRID = "grid.png"
+_COLUMNS, _MOST_IN_GRID = 10, 100  # most classes that get a column each in the grid, and most pictures in it
+_GRID = "grid.png"  # the picture of the first samples, in the folder of the others
 _BATCH = 64  # real pictures per batch
+# field of a record -> name of the score in print
 _LABELS = {"fid": "FID", "sfid": "sFID", "inception_score": "IS", "precision": "precision", "recall": "recall"}
 RELEASED_SIZE = 256  # image size of released denoisers
 
@@ -55,7 +57,7 @@ class Drawer:
     transform: InputSettings
     trained_size: int  # side of the training's images in pixels
     sampling: SamplingParams
-    classes: tuple[str, ...]
+    classes: tuple[str, ...]  # names in the order of the labels
     decode: Callable[[Tensor], Tensor]
 
 
@@ -74,7 +76,7 @@ def draw_pictures(request: DrawRequest) -> None:
     runtime = load_runtime(paths)
     device = choose_device(runtime.device)
     drawer = open_drawer(request, device)
-    asked = find_labels(request.class_label, drawer.classes)
+    asked = _find_labels(request.class_label, drawer.classes)
     count = request.samples or min(OF_EACH * len(asked), MOST_BY_DEFAULT)
     labels = torch.tensor([asked[place % len(asked)] for place in range(count)], device=device)
     judge = Judge.open(request.judge, drawer.classes, device) if request.judge else None
@@ -82,8 +84,7 @@ def draw_pictures(request: DrawRequest) -> None:
     if inception is not None and count < 2:
         raise UserError("generate: --inception needs at least two samples")
     names = [f"{place:05d}_{_file_name(drawer.classes[label])}.png" for place, label in enumerate(labels.tolist())]
-    cell = None
-    reference = None
+    cell = reference = None
     if request.data is not None and request.data.endswith(SUFFIX):
         if inception is None:
             raise UserError(f"generate: --data {request.data}: a judge knows no class of its pictures; name a data set")
@@ -95,7 +96,7 @@ def draw_pictures(request: DrawRequest) -> None:
     if cell is not None:
         real = _read_real(cell, drawer, asked, Tally(judge, inception))
 
-    tally, shown = Tally(judge, inception), []
+    tally, shown = Tally(judge, inception), []  # the drawn pictures, and those of the grid
     with Progress("drawing", count * drawer.sampling.steps, unit="steps") as progress:
         for batch in _draw(drawer, labels, request, progress):
             # `tally.seen` is the number of the batch's first picture until the batch is added
@@ -111,20 +112,20 @@ def draw_pictures(request: DrawRequest) -> None:
         "weights": request.weights.name,
         "weights_hash": hash_file(request.weights),
         "samples": count,
-    }
-    about |= {
         "classes": [drawer.classes[label] for label in asked],
         "image_size": drawer.transform.image_size,
         "seed": request.seed,
+        "sampling": dataclasses.asdict(drawer.sampling),
     }
-    about |= {"sampling": dataclasses.asdict(drawer.sampling)}
     if judge is not None or inception is not None:
-        about |= (
-            {"data": reference.path.name if reference else cell and cell.name, "real_images": real.seen} if real else {}
-        )
-        about |= {"reference_hash": reference.hash} if reference else {}
-        about |= {"judge_hash": judge.weights_hash} if judge else {}
-        about |= {"inception_hash": inception.hash, **_name_protocol(inception, reference)} if inception else {}
+        if real is not None:
+            about |= {"data": reference.path.name if reference else cell.name, "real_images": real.seen}
+        if reference is not None:
+            about["reference_hash"] = reference.hash
+        if judge is not None:
+            about["judge_hash"] = judge.weights_hash
+        if inception is not None:
+            about |= {"inception_hash": inception.hash, **_name_protocol(inception, reference)}
         about |= compare_tallies(tally, real)
         _record(paths, request, drawer, asked, about, device, time.monotonic() - started)
     write_json(request.output / "samples.json", about)
@@ -139,7 +140,9 @@ def open_drawer(request: DrawRequest, device: torch.device) -> Drawer:
             range; a VAE that is missing, invalid or not needed.
     """
     path = request.weights
-    state, metadata = open_denoiser(path, *([] if request.model is None else [_require_denoiser(request.model)]))
+    if request.model is not None:
+        _require_denoiser(request.model)
+    state, metadata = open_denoiser(path, *([request.model] if request.model else []))
     if metadata is None:
         if "class_embed.weight" not in state:
             raise UserError(f"{path}: holds no embedding of classes, so it is no denoiser")
@@ -210,6 +213,7 @@ def open_decoder(
         raise UserError(f"--vae {vae}: {why.removeprefix(f'{vae}: ')} (docs/training.md)") from None
 
     def decode(latents: Tensor) -> Tensor:
+        """Decode latents (B, K, h, w), scaled as the denoiser draws them, to uint8 pictures (B, 3, H, W)."""
         # single pictures: a decoder needs far more memory than a denoiser, and an exported one may have a fixed batch
         # size
         return torch.cat([to_pictures(decoder(each / transform.latents.scale)) for each in latents.split(1)])
@@ -217,7 +221,7 @@ def open_decoder(
     return decode
 
 
-def find_labels(text: str, classes: Sequence[str]) -> list[int]:
+def _find_labels(text: str, classes: Sequence[str]) -> list[int]:
     """Return the labels for `all`, the name of a class, or its number.
 
     Raises:
@@ -235,13 +239,13 @@ def find_labels(text: str, classes: Sequence[str]) -> list[int]:
     )
 
 
-def _require_denoiser(name: str) -> str:
+def _require_denoiser(name: str) -> None:
+    """Raise a UserError about the option --model unless a denoiser has this name."""
     try:
         with torch.device("meta"):
             build_denoiser(name)
     except ValueError as error:
         raise UserError(f"generate: --model {error}") from None
-    return name
 
 
 def _open_folder(folder: Path, names: Sequence[str]) -> None:
@@ -269,31 +273,39 @@ def _name_protocol(inception: Inception, reference: ReferenceBatch | None) -> di
 
 
 def _describe(about: Mapping[str, Any]) -> list[str]:
-    judged, real = about.get("judged_percent"), about.get("real_judged_percent")
-    words = [] if judged is None else [f"the judge takes {judged:.1f} % of them for their class"]
-    words += [] if real is None else [f"and {real:.1f} % of the {about['real_images']} real ones"]
-    return [" ".join(words)] * bool(words) + [
-        f"{label} {about[name]:.2f}" for name, label in _LABELS.items() if about.get(name) is not None
-    ]
+    """Return the scores of `compare_tallies` in words, as far as `about` has them."""
+    words = []
+    if about.get("judged_percent") is not None:
+        words = [f"the judge takes {about['judged_percent']:.1f} % of them for their class"]
+    if about.get("real_judged_percent") is not None:  # never without the other
+        words[0] += f" and {about['real_judged_percent']:.1f} % of the {about['real_images']} real ones"
+    return words + [f"{label} {about[name]:.2f}" for name, label in _LABELS.items() if about.get(name) is not None]
 
 
 def _file_name(name: str) -> str:
+    """Return the name of a class with _ for each character that some file systems refuse."""
     return "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
 
 
 def _draw(drawer: Drawer, labels: Tensor, request: DrawRequest, progress: Progress) -> Iterator[Tensor]:
-    """Yield batches of uint8 pictures."""
-    shared = {"sampling": drawer.sampling, "seed": request.seed, "batch_size": request.batch_size}
-    diffusion, places = Diffusion.linear(labels.device), range(len(labels))
+    """Yield batches of uint8 pictures of the classes `labels`; RunError if the device has too little memory.
 
-    def count(samples: int) -> None:
-        progress.update(progress.done + samples)
-
+    The progress counts the steps of all pictures.
+    """
+    batches = draw_samples(
+        drawer.model,
+        Diffusion.linear(labels.device),
+        drawer.transform,
+        labels,
+        range(len(labels)),
+        sampling=drawer.sampling,
+        seed=request.seed,
+        batch_size=request.batch_size,
+        progress=lambda samples: progress.update(progress.done + samples),
+    )
     try:
         with torch.inference_mode():
-            for part in draw_samples(
-                drawer.model, diffusion, drawer.transform, labels, places, **shared, progress=count
-            ):
+            for part in batches:
                 yield drawer.decode(part)
     except RuntimeError as error:  # includes torch.OutOfMemoryError; a CPU raises a plain RuntimeError
         if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
@@ -311,13 +323,11 @@ def _read_real(cell: DataCell, drawer: Drawer, asked: Sequence[int], tally: Tall
         open_split(tree, cell.row.reported_split, dataclasses.replace(drawer.transform, latents=None)),
         batch_size=_BATCH,
     )
-    try:
+    with contextlib.closing(loader):
         for pictures, labels in loader:
             chosen = torch.isin(labels, wanted)
             if chosen.any():
                 tally.add(pictures[chosen], labels[chosen])
-    finally:
-        loader.close()
     return tally
 
 
@@ -349,19 +359,28 @@ def _record(
     device: torch.device,
     seconds: float,
 ) -> None:
+    """Write the record of scores `about`; the pictures are of the labels `asked`, and took `seconds`."""
     given = {"judge": request.judge, "inception": request.inception, "vae": request.vae}
     files = {use: hash_file(file) for use, file in given.items() if file is not None}
-    files |= {"reference": about["reference_hash"]} if "reference_hash" in about else {}
-    of = {
-        "samples": about["samples"],
-        "image_size": drawer.transform.image_size,
-        "sampling": drawer.sampling,
-        "seed": request.seed,
-    }
-    params = DrawnParams(weights_hash=about["weights_hash"], labels=tuple(asked), files=tuple(files.values()), **of)
-    place = {"device": device_label(device), "dtype": "fp32", "backend": "torch"}
+    if "reference_hash" in about:
+        files["reference"] = about["reference_hash"]
+    params = DrawnParams(
+        weights_hash=about["weights_hash"],
+        labels=tuple(asked),
+        samples=about["samples"],
+        image_size=drawer.transform.image_size,
+        sampling=drawer.sampling,
+        seed=request.seed,
+        files=tuple(files.values()),
+    )
     has_cell = request.data is not None and "reference_hash" not in about
-    manifest = {"data_manifest": manifest_path(paths, request.data)} if has_cell else {}
-    identity = make_identity(paths.root, params, **manifest, **place)
+    identity = make_identity(
+        paths.root,
+        params,
+        data_manifest=manifest_path(paths, request.data) if has_cell else None,
+        device=device_label(device),
+        dtype="fp32",
+        backend="torch",
+    )
     name = name_record(drawer, params, files, about.get("data"))
     write_record(paths.replications(device_slug(device)) / "draw" / f"{name}.json", about, identity, seconds)

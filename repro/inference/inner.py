@@ -13,6 +13,7 @@ from ..models.backbone import Grid, remove_tokens
 from ..models.ttt_mixer import replay_inner_learning
 
 TOP_SHARE = 0.3  # share of the tokens that the paper marks
+_BATCH_SIZE = 32  # images per forward pass
 Run = Callable[[Arguments], Tensor]  # the operator: arguments -> out (B,T,R,H,D)
 
 
@@ -28,6 +29,7 @@ class OverrideTTTLinear(SeesParts):
         self.replacement = replacement
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Run one operation of PyTorch; TTT-Linear through the replacement."""
         if func is not torch.ops.vision_ttt.ttt_linear.default:
             return func(*args, **(kwargs or {}))
         count = len(Arguments._fields)  # the operator's first arguments are these fields, in this order
@@ -36,9 +38,7 @@ class OverrideTTTLinear(SeesParts):
 
 
 @torch.no_grad()
-def reduce_layers(
-    model: nn.Module, images: Tensor, reduce: Callable[[Arguments, InnerLearning], Tensor], batch_size: int = 32
-) -> Tensor:
+def _reduce_layers(model: nn.Module, images: Tensor, reduce: Callable[[Arguments, InnerLearning], Tensor]) -> Tensor:
     """Run a model in eval mode on inputs (N,3,H,W), and reduce the inner learning of each of its L layers.
 
     `reduce` maps the arguments and the inner learning of a layer to (B, ...); the result is (N, L, ...).
@@ -49,11 +49,12 @@ def reduce_layers(
     layers: list[Tensor] = []
 
     def note(arguments: Arguments, run: Run) -> Tensor:
+        """Note one layer's reduced inner learning, and return its unchanged output."""
         layers.append(reduce(arguments, replay_inner_learning(arguments)))
         return run(arguments)
 
     batches = []
-    for part in images.split(batch_size):
+    for part in images.split(_BATCH_SIZE):
         layers.clear()
         with OverrideTTTLinear(note):
             model(part)
@@ -83,7 +84,7 @@ def compute_gradient_maps(model: nn.Module, images: Tensor) -> Tensor:
     Raises:
         ValueError: another model.
     """
-    found = reduce_layers(model, images, lambda o, inner: (o.k.norm(dim=-1) * inner.gradient.norm(dim=-1)).sum((2, 3)))
+    found = _reduce_layers(model, images, lambda o, inner: (o.k.norm(dim=-1) * inner.gradient.norm(dim=-1)).sum((2, 3)))
     grid = model.grid_of(*images.shape[-2:])
     patches = remove_tokens(found.flatten(0, 1).unsqueeze(-1), model.prefix_positions(grid[0] * grid[1]))
     return patches.reshape(*found.shape[:2], *grid)
@@ -124,4 +125,4 @@ def compute_reconstruction_losses(model: nn.Module, images: Tensor) -> Tensor:
     Means over heads and images are taken, of the forward scan alone. Inputs and errors are those of
     `compute_gradient_maps`; the losses are (L, T) in scan order, including class tokens.
     """
-    return reduce_layers(model, images, lambda arguments, inner: inner.loss[:, :, 0].mean(-1)).mean(0)
+    return _reduce_layers(model, images, lambda arguments, inner: inner.loss[:, :, 0].mean(-1)).mean(0)

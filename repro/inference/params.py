@@ -98,9 +98,9 @@ class DrawnParams:
     labels: tuple[int, ...]
     samples: int
     image_size: int
-    sampling: Any
+    sampling: Any  # `tasks.generation.params.SamplingParams`
     seed: int
-    files: tuple[str, ...]
+    files: tuple[str, ...]  # hashes of the judge, the Inception file, the VAE and the reference batch, as far as given
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

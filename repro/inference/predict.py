@@ -124,7 +124,7 @@ def find_pictures(given: list[Path], *, unique_names: bool = False) -> list[Path
 
 
 def _require_apart(files: list[Path], output: Path) -> None:
-    """Raise a UserError if a drawing in `output` would be one of the pictures."""
+    """Raise a UserError if a drawing in `output` would be one of the pictures, also by a link or another path."""
     pictures = {(found.st_dev, found.st_ino) for found in map(os.stat, filter(os.path.exists, files))}
     for drawing in filter(os.path.exists, (output / f"{path.stem}.png" for path in files)):
         found = drawing.stat()

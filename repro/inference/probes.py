@@ -30,7 +30,7 @@ from ..models.registry import build_model
 from .classifier import Classifier, require_same_classes
 from .inner import OverrideTTTLinear, Run
 
-_KNOWN = "steps=K, ascent, q_is_k, distributions"
+_KNOWN = "steps=K, ascent, q_is_k, distributions"  # for an error message; the last one is that of `distributions`
 # kind -> change of the operator's arguments besides the number of steps, and the result of Liu et al.
 _KINDS: dict[str, tuple[Callable[[Arguments], Arguments], str]] = {
     "steps": (
@@ -48,7 +48,7 @@ _KINDS: dict[str, tuple[Callable[[Arguments], Arguments], str]] = {
 }
 
 
-def parse_probe(name: str) -> tuple[str, int]:
+def _parse_probe(name: str) -> tuple[str, int]:
     """Parse a probe's name into its kind and number of inner steps; raises ValueError for an unknown name."""
     kind, _, count = name.partition("=")
     if kind not in _KINDS or (kind == "steps") != (count.isdecimal() and int(count) > 0) or (count and kind != "steps"):
@@ -56,13 +56,8 @@ def parse_probe(name: str) -> tuple[str, int]:
     return kind, int(count or 1)
 
 
-def describe_reported(name: str) -> str:
-    """Return the result that Liu et al. report for a probe."""
-    return _KINDS[parse_probe(name)[0]][1]
-
-
 class Probe:
-    """Replacement for `repro.inference.inner.OverrideTTTLinear` that runs a changed inner loop and records its losses.
+    """Replacement for `repro.inference.inner.OverrideTTTLinear` that runs a changed inner loop and adds to `losses`.
 
     Args:
         name: `steps=K` for K >= 1 inner steps per chunk, `ascent` for steps along the gradient, `q_is_k` for k instead
@@ -73,26 +68,16 @@ class Probe:
     """
 
     def __init__(self, name: str):
-        kind, self.steps = parse_probe(name)
+        kind, self.steps = _parse_probe(name)
         self._change, _ = _KINDS[kind]
-        self._before = self._after = self._count = 0.0
+        self.losses = InnerLosses()
 
     def __call__(self, arguments: Arguments, run: Run) -> Tensor:
+        """Compute the changed output of one call of the operator, instead of `run`."""
         out, before, after = inner_loop(self._change(arguments), self.steps)
-        self._before += float(before.sum(dtype=torch.float64))
-        self._after += float(after.sum(dtype=torch.float64))
-        self._count += before.numel()
+        sums = (float(losses.sum(dtype=torch.float64)) for losses in (before, after))
+        self.losses.add(*sums, before.numel())
         return out
-
-    def inner_losses(self) -> tuple[float, float]:
-        """Return the mean loss of a chunk's tokens before and after its inner steps, over all calls.
-
-        Raises:
-            ValueError: there was no call.
-        """
-        if not self._count:
-            raise ValueError("the model has no inner learner of Vision-TTT")
-        return self._before / self._count, self._after / self._count
 
 
 def inner_loop(arguments: Arguments, steps: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -140,11 +125,11 @@ def _one_direction(arguments: Arguments, r: int, steps: int) -> tuple[Tensor, Te
     return tuple(x.flip(1) if arguments.reverse[r] else x for x in joined)
 
 
-_PREFIXES = ("ladder_vit3_", "lact_")  # prefixes of registered names
+_PREFIXES = ("ladder_vit3_", "lact_")  # of the registered names of models that are rebuilt for a probe
 
 
-def has_inner_loop(model: str) -> bool:
-    """Return whether a model of this registered name is rebuilt for a probe."""
+def is_rebuilt(model: str) -> bool:
+    """Return whether a model of this registered name is rebuilt for a probe; Vittt's operator is intercepted."""
     return model.startswith(_PREFIXES)
 
 
@@ -154,7 +139,7 @@ def change_options(options: Mapping[str, Any], probe: str) -> dict[str, Any]:
     Raises:
         ValueError: an unknown probe, or one that would undo the step rule that the model was trained with.
     """
-    kind, steps = parse_probe(probe)
+    kind, steps = _parse_probe(probe)
     if kind == "steps":
         return {**options, "inner_steps": steps}
     if (step := options.get("step", "own")) != "own":
@@ -181,20 +166,31 @@ def replace_learners(model: nn.Module, replacement: Callable[..., Tensor]) -> It
 
 @dataclasses.dataclass
 class InnerLosses:
-    """Means of −⟨F(k), v⟩ over images, heads, tokens and layers, before and after the inner steps."""
+    """Inner losses before and after the inner steps: their sums, and the number of losses, over all calls of a model.
+
+    Each token has a loss in each head of each layer. For Vittt it is that of `inner_loop`, for the rebuilt models
+    −⟨F(k), v⟩.
+    """
 
     before: float = 0.0
     after: float = 0.0
     count: int = 0
 
-    def observe(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Accumulate the losses of all inner loops of a model, except those of convolutions, within the context."""
-        return replace_learners(model, self._learn)
+    def add(self, before: float, after: float, count: int) -> None:
+        """Add the sums of `count` losses."""
+        self.before += before
+        self.after += after
+        self.count += count
 
-    @property
     def means(self) -> tuple[float, float]:
-        """Mean loss before and after the inner steps."""
+        """Return the mean loss before and after the inner steps; ValueError if there was no call."""
+        if not self.count:
+            raise ValueError("the model has no inner learner of Vision-TTT")
         return self.before / self.count, self.after / self.count
+
+    def observe(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Add the losses of all inner loops of a rebuilt model, except those of convolutions, within the context."""
+        return replace_learners(model, self._learn)
 
     def _learn(
         self,
@@ -207,20 +203,17 @@ class InnerLosses:
         grid: Any,
         *rest: Any,
     ) -> Tensor:
+        """Add the losses of one inner loop, and return its unchanged output; see `replace_learners`."""
         if not inner.MODELS[loop.model].on_grid:
             # run once more with k as the query: F(k) at the state after the steps
             at_end = dataclasses.replace(loop, order="end")
-            self._note(inner.read_out(loop, weights, k, grid), run(at_end, weights, k, k, v, grid, *rest), v)
+            read = inner.read_out(loop, weights, k, grid), run(at_end, weights, k, k, v, grid, *rest)
+            self.add(*(-(out * v).sum(dtype=torch.float64).item() for out in read), v[..., 0].numel())
         return run(loop, weights, q, k, v, grid, *rest)
 
-    def _note(self, before: Tensor, after: Tensor, v: Tensor) -> None:
-        self.before -= (before * v).sum(dtype=torch.float64).item()
-        self.after -= (after * v).sum(dtype=torch.float64).item()
-        self.count += v[..., 0].numel()
 
-
-BATCH_SIZE = 64
-UNCHANGED = "unchanged"  # used as a probe's name
+BATCH_SIZE = 64  # images per forward pass of a probe
+UNCHANGED = "unchanged"  # the name that stands for no probe
 _CHOICES = ("step", "inner_steps")  # options of an ablation chain that go into the record
 
 
@@ -236,13 +229,13 @@ class ProbeParams:
 def run_probe(classifier: Classifier, tree: Tree, name: str, workers: int) -> dict[str, float]:
     """Compute `top1_percent`, `held_out_images`, `inner_loss_before` and `inner_loss_after` with a changed inner loop.
 
-    They are measured on the tree's reported split.
+    They are measured on the tree's reported split. `name` is a probe, or `UNCHANGED` for the model as it is.
 
     Raises:
         UserError: an unknown probe, or a model without an inner learner.
     """
     try:
-        scores, (before, after) = (_run_inner_loop if has_inner_loop(classifier.checkpoint.model) else _run_operator)(
+        scores, (before, after) = (_run_inner_loop if is_rebuilt(classifier.checkpoint.model) else _run_operator)(
             classifier, tree, name, workers
         )
     except ValueError as error:
@@ -272,19 +265,22 @@ def compare_probe(classifier: Classifier, cell: DataCell, name: str, paths: Path
     for which, numbers in (("unchanged", unchanged), (f"with {name}", found)):
         losses = f"{numbers['inner_loss_before']:.3f}, {numbers['inner_loss_after']:.3f}"
         print(f"inner loss before and after its steps, {which}: {losses}")
-    print(f"Liu et al. report: {describe_reported(name)}")
+    _, reported = _KINDS[_parse_probe(name)[0]]
+    print(f"Liu et al. report: {reported}")
 
     checkpoint = classifier.checkpoint
     params = ProbeParams(model=classifier.name, weights_hash=checkpoint.hash, probe=name)
-    about = {
+    metrics = {
         "model": checkpoint.model,
         "data": cell.name,
         "split": tree.kind.reported_split,
         "weights_hash": checkpoint.hash,
         "probe": name,
+        "options": {key: checkpoint.options[key] for key in _CHOICES if key in checkpoint.options},
+        "unchanged": unchanged,
+        "probed": found,
     }
-    about |= {"options": {key: checkpoint.options[key] for key in _CHOICES if key in checkpoint.options}}
-    record_probe(classifier, cell, params, {**about, "unchanged": unchanged, "probed": found}, paths, device, started)
+    record_probe(classifier, cell, params, metrics, paths, device, started)
 
 
 def record_probe(
@@ -298,8 +294,9 @@ def record_probe(
     backend: str = "torch",
 ) -> None:
     """Write the record of a probe; `started` is the time of `time.monotonic` at its start."""
-    place = {"device": device_label(device), "dtype": "fp32", "backend": backend}
-    identity = make_identity(paths.root, params, data_manifest=cell.manifest_path, **place)
+    identity = make_identity(
+        paths.root, params, data_manifest=cell.manifest_path, device=device_label(device), dtype="fp32", backend=backend
+    )
     name = f"{classifier.name}_{cell.name}_{params.weights_hash[:8]}"
     file = cell.records(paths, device_slug(device)) / "probes" / name / f"{params.probe.replace('=', '')}.json"
     write_record(file, metrics, identity, time.monotonic() - started)
@@ -312,7 +309,7 @@ def _run_operator(
     probe = Probe("steps=1" if name == UNCHANGED else name)
     with OverrideTTTLinear(probe):
         scores = classifier.measure_accuracy(tree, batch_size=BATCH_SIZE, workers=workers)
-    return scores, probe.inner_losses()
+    return scores, probe.losses.means()
 
 
 def _run_inner_loop(
@@ -328,4 +325,4 @@ def _run_inner_loop(
         scores = dataclasses.replace(classifier, model=model).measure_accuracy(
             tree, batch_size=BATCH_SIZE, workers=workers
         )
-    return scores, losses.means
+    return scores, losses.means()

@@ -1,5 +1,6 @@
 """Accuracy and time of trained classifiers at larger images than those of their training, for `repro resolution`."""
 
+import contextlib
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +15,6 @@ from ..core.record import make_identity, write_record
 from ..core.runtime import Runtime, choose_device, device_label, prepare_process, torch_dtype
 from ..core.ui import Progress
 from ..data.cells import open_cell
-from ..data.classification import ImageFolder, eval_transform
 from ..data.loader import EvalLoader
 from ..data.tree import Tree
 from ..models.checkpoints import open_weights
@@ -59,12 +59,13 @@ def measure_resolution(params: ResolutionParams, paths: Paths, runtime: Runtime)
                     "weights_hash": classifier.checkpoint.hash,
                     "image_size": [size, size],
                     **scores[family],
+                    **_time(classifier, params),
                 }
-                row |= _time(classifier, params)
                 rows.append(row)
                 backends.add(kernel_backend(classifier.model, torch_dtype("fp32")))
                 found = f"top-1 {row['top1_percent']:.2f} %, {row['latency_ms']:.3g} ms for each image"
                 progress.print(f"{classifier.name} at {size}: {found}")
+    # all sizes of a family together, in the order of the params; the sort keeps the order of the sizes
     rows.sort(key=lambda row: list(checkpoints).index(row["family"]))
     folder, split = paths.results / "resolution", cell.row.reported_split
     metrics = {
@@ -80,7 +81,7 @@ def measure_resolution(params: ResolutionParams, paths: Paths, runtime: Runtime)
         data_manifest=cell.manifest_path,
         device=device_label(device),
         dtype="fp32",
-        backend="/".join(sorted(map(str, backends))),
+        backend="/".join(sorted(backends)),
     )
     write_record(folder / "metrics.json", metrics, identity, time.monotonic() - started)
 
@@ -99,18 +100,17 @@ def _evaluate(
     scores = {}
     for families in alike.values():
         first = classifiers[families[0]]
-        dataset = ImageFolder(tree, tree.kind.reported_split, eval_transform(first.transform))
-        loader = EvalLoader(dataset, batch_size=params.batch_size, workers=workers, device=first.device)
+        loader = EvalLoader(
+            first.open_dataset(tree), batch_size=params.batch_size, workers=workers, device=first.device
+        )
         targets, logits = [], {family: [] for family in families}
-        try:
+        with contextlib.closing(loader):
             for images, labels in loader:
                 targets.append(labels)
                 for family in families:
                     logits[family].append(_classify(classifiers[family], images))
                 progress.update(progress.done + len(labels) * len(families))
-        finally:
-            loader.close()
-        for family in families:
+        for family in families:  # `accuracy` takes the logits for the images of a model that changes nothing
             scores[family] = accuracy(nn.Identity(), zip(logits[family], targets, strict=True), nn.Identity())
     return scores
 
@@ -122,7 +122,7 @@ def _classify(classifier: Classifier, images: Tensor) -> Tensor:
 
 
 def _time(classifier: Classifier, params: ResolutionParams) -> dict[str, Any]:
-    """Time a forward pass: a row of speed, in milliseconds per image of a batch."""
+    """Time the forward pass of a batch; return the columns of a row of speed, in milliseconds per image."""
     size, device = classifier.transform.image_size, classifier.device
     inputs = torch.zeros(params.batch_size, 3, size, size, device=device)
     about = read_load() | {"device": device_label(device), "threads": torch.get_num_threads()}

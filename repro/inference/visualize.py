@@ -120,7 +120,7 @@ def _find_ink(images: Tensor, grid: tuple[int, int]) -> Tensor:
 
 
 def _summarise_gradients(maps: Tensor, tops: dict[str, Tensor], first: Tensor, ink: Tensor | None) -> dict[str, Any]:
-    """Compute shares in percent for maps (N,L,h,w).
+    """Compute shares in percent for maps (N,L,h,w), with masks `tops` and `ink` (N,h,w), and `first` (h,w).
 
     They are the shares of gradients in marked tokens and in first chunks, and of ink in marked tokens. `top30` is
     marked among all tokens, `later_top30` among those after the first chunks. Each share of ink is recorded with the
@@ -144,6 +144,7 @@ def _summarise_gradients(maps: Tensor, tops: dict[str, Tensor], first: Tensor, i
 
 
 def _percent(shares: Tensor) -> float:
+    """Return the mean of shares, or of a mask, in percent."""
     return 100 * float(shares.double().mean())
 
 
@@ -189,6 +190,7 @@ def _compare_fields(
 
 
 def _print_summary(metrics: dict[str, Any]) -> None:
+    """Print the main numbers of the record of `visualize`, a line each."""
     for state, numbers in metrics["gradient_magnitude"].items():
         on_ink = f", {numbers['ink']['top30_percent']:.0f} % on ink" if numbers["ink"] else ""
         print(

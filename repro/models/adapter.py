@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import torch
 import torch.nn.functional as F
@@ -26,14 +26,15 @@ from kernels.ms_deform_attn import ms_deform_attn, selected_backend
 
 from .backbone import PlainBackbone, insert_tokens, remove_tokens, resample_positions, run_block
 from .image_model import Grid, OperatorModel
+from .shell import require_choice
 
-EPS = 1e-6
-INTERACTIONS = 4
+EPS = 1e-6  # of all LayerNorms here
+INTERACTIONS = 4  # of the prior with the patch tokens, one for each quarter of the blocks and for each map
 EXTRA_EXTRACTORS = 2  # further extractors after the last interaction
 STRIDES = (4, 8, 16, 32)  # of the four maps; images are padded to multiples of the largest
 # of all plain backbones; an embedding that is not listed gets the learning rate of the last layer
 EMBEDDINGS = "pos_embed", "cls_pos_embed", "cls_token", "reg_token", "dist_token"
-Features = Literal["last", "each"]
+Features = Literal["last", "each"]  # see `ViTAdapter`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,10 +45,9 @@ class AdapterSize:
     value_ratio: float = 1.0  # width of the values as a multiple of D
     prior_channels: int = 64  # output channels of the spatial prior's stem
     num_points: int = 4  # sampling points P per query, head and level
-    ffn_ratio: float = 0.25  # hidden width of the convolutional FFN as a multiple of D
 
 
-_SIZES = {
+_SIZES = {  # by the backbone's width D
     64: AdapterSize(num_heads=4, prior_channels=16, num_points=2),
     192: AdapterSize(num_heads=6),
     384: AdapterSize(num_heads=6),
@@ -80,13 +80,16 @@ class DeformableAttention(nn.Module):
         inner, samples = int(size.value_ratio * dim), size.num_heads * num_levels * size.num_points
         if inner % size.num_heads:
             raise ValueError(f"values of width {inner} cannot be split into {size.num_heads} heads")
-        self.sampling, self.backend = (size.num_heads, num_levels, size.num_points), "auto"
+        self.sampling, self.backend = (size.num_heads, num_levels, size.num_points), "auto"  # `sampling`: M, L, P
         self.value_proj, self.output_proj = nn.Linear(dim, inner), nn.Linear(inner, dim)
         self.offset_proj, self.weight_proj = nn.Linear(dim, 2 * samples), nn.Linear(dim, samples)
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Point head m in direction 2πm/M, with point p at p + 1 pixels (larger coordinate) and equal weights."""
+        """Point head m in direction 2πm/M, with equal weights; the larger coordinate of point p is p + 1 pixels.
+
+        `ViTAdapter.init_weights` calls it after its rule for all Linear layers, whose values this replaces.
+        """
         M, _, P = self.sampling
         for linear in (self.value_proj, self.output_proj):
             nn.init.xavier_uniform_(linear.weight)
@@ -120,13 +123,13 @@ class DeformableAttention(nn.Module):
 
 
 class Injector(nn.Module):
-    """x + γ · attention(LN(x), LN(c)): patch tokens x (B, N, D) attend to the prior c (B, K, D); γ starts at 0."""
+    """x + γ · attention(LN(x), LN(c)): patch tokens x (B, N, D) attend to the prior c (B, K, D)."""
 
     def __init__(self, dim: int, size: AdapterSize):
         super().__init__()
         self.query_norm, self.value_norm = nn.LayerNorm(dim, eps=EPS), nn.LayerNorm(dim, eps=EPS)
         self.attn = DeformableAttention(dim, 3, size)
-        self.gamma = nn.Parameter(torch.zeros(dim))
+        self.gamma = nn.Parameter(torch.zeros(dim))  # at 0 a pretrained backbone starts unchanged
 
     def forward(self, x: Tensor, points: Tensor, c: Tensor, grids: Sequence[Grid]) -> Tensor:
         """Return the patch tokens (B, N, D); `points` (N, 2) are the patch centres, `grids` those of the prior."""
@@ -146,7 +149,7 @@ class ConvFFN(nn.Module):
 
     def forward(self, c: Tensor, grids: Sequence[Grid]) -> Tensor:
         """Map tokens (B, K, D) on consecutive grids to (B, K, D)."""
-        maps = to_maps(self.fc1(c), grids)
+        maps = _to_maps(self.fc1(c), grids)
         return self.fc2(F.gelu(torch.cat([self.dwconv(level).flatten(2) for level in maps], 2).mT))
 
 
@@ -157,8 +160,8 @@ class Extractor(nn.Module):
         super().__init__()
         self.query_norm, self.value_norm = nn.LayerNorm(dim, eps=EPS), nn.LayerNorm(dim, eps=EPS)
         self.attn = DeformableAttention(dim, 1, size)
-        self.ffn_norm, self.ffn = nn.LayerNorm(dim, eps=EPS), ConvFFN(dim, int(size.ffn_ratio * dim))
-        self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+        self.ffn_norm, self.ffn = nn.LayerNorm(dim, eps=EPS), ConvFFN(dim, dim // 4)
+        self.drop_path = DropPath(drop_path)
 
     def forward(self, c: Tensor, points: Tensor, x: Tensor, grid: Grid, grids: Sequence[Grid]) -> Tensor:
         """Return the prior (B, K, D); `points` (K, 2) are its cell centres on `grids`, `grid` is the patches'."""
@@ -174,6 +177,7 @@ class SpatialPrior(nn.Module):
         widths = channels, 2 * channels, 4 * channels, 4 * channels
 
         def conv(before: int, after: int, stride: int) -> list[nn.Module]:
+            """Build the layers of a 3x3 convolution with BatchNorm and ReLU, from `before` to `after` channels."""
             return [nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
 
         stem = [
@@ -203,9 +207,9 @@ class Pyramid(OperatorModel):
     Images whose sides are not multiples of 32 are first padded with zeros at the right and at the bottom; a `Hierarchy`
     rounds its grids up instead.
 
-    A subclass sets `channels`, and implements `forward`, `no_weight_decay`, `set_grad_checkpointing`, `is_removed` and
-    `group_matcher`. The last one returns timm's patterns for layer-wise decay. Its `prefix` is the pyramid's name
-    within a larger model, dot included.
+    A subclass sets `channels`, and implements `forward`, `no_weight_decay`, `is_removed` and `group_matcher`. The last
+    one returns timm's patterns for layer-wise decay. Its `prefix` is the pyramid's name within a larger model, dot
+    included.
 
     The backbone is changed in place. If frozen, it is not trained and stays in eval mode; gradients pass through it.
 
@@ -308,10 +312,9 @@ class ViTAdapter(Pyramid):
             The tokens of a pretrained backbone can be so large that they drown the prior's detail.
         drop_path_rate: rate of stochastic depth in every extractor's FFN; the backbone's blocks have their own rates.
         freeze_backbone: see `Pyramid`.
-        size: hyper-parameters; the default is the entry of `_SIZES` for the backbone's width.
 
     Raises:
-        ValueError: a backbone that does not fit, or whose width is not in `_SIZES` while `size` is None.
+        ValueError: a backbone that does not fit, or whose width is not in `_SIZES`.
     """
 
     def __init__(
@@ -322,22 +325,19 @@ class ViTAdapter(Pyramid):
         final_norm: bool = False,
         drop_path_rate: float = 0.0,
         freeze_backbone: bool = False,
-        size: AdapterSize | None = None,
     ):
         dim, depth = backbone.embed_dim, len(backbone.blocks)
-        size = size or _SIZES.get(dim)
+        size = _SIZES.get(dim)
         if size is None:
-            raise ValueError(f"no adapter is configured for width {dim}; pass its size")
+            raise ValueError(f"no adapter is configured for width {dim}, only for {', '.join(map(str, _SIZES))}")
         if backbone.patch_size != 16 or depth % INTERACTIONS:
             found = f"this backbone has patches of {backbone.patch_size} pixels and {depth} blocks"
             raise ValueError(f"an adapter needs patches of 16 pixels and a multiple of 4 blocks; {found}")
-        if features not in ("last", "each"):
-            raise ValueError(f"features {features!r} is not one of last, each")
+        require_choice("features", features, get_args(Features))
         super().__init__(backbone, freeze_backbone)
         self.channels = (dim,) * len(STRIDES)
         self.embed_dim, self.depth, self.features = dim, depth, features
-        self.grad_checkpointing = False
-        if isinstance(backbone, ClasslessViT):
+        if isinstance(backbone, ClasslessViT):  # the weights have the names of timm's ViT inside it
             self.trunk_name = "backbone.model"
         if not final_norm:
             self.trunk.norm = nn.Identity()
@@ -379,16 +379,16 @@ class ViTAdapter(Pyramid):
     def forward(self, images: Tensor) -> list[Tensor]:
         """Map images (B, 3, H, W) to (B, D, H/4, W/4), (B, D, H/8, W/8), (B, D, H/16, W/16) and (B, D, H/32, W/32)."""
         images = pad_to_stride(images)
-        finest, *levels = self.prior(images)
+        finest, *levels = self.prior(images)  # the map of stride 4 takes no part in the interactions
         grids = [tuple(level.shape[-2:]) for level in levels]
         c = torch.cat([level.flatten(2).mT + embed for level, embed in zip(levels, self.level_embed, strict=True)], 1)
         c, taken = self._interact(images, c, grids)
 
-        levels = to_maps(c, grids)
+        levels = _to_maps(c, grids)
         levels = [self.up(levels[0]) + finest, *levels]
         maps = []
         for norm, level, patches in zip(self.norms, levels, taken, strict=True):
-            (patch_map,) = to_maps(self.backbone.norm(patches), grids[1:2])
+            (patch_map,) = _to_maps(self.backbone.norm(patches), grids[1:2])
             maps.append(norm(level + F.interpolate(patch_map, level.shape[-2:], mode="bilinear", align_corners=False)))
         return maps
 
@@ -404,13 +404,10 @@ class ViTAdapter(Pyramid):
             for block in blocks[i * step : (i + 1) * step]:
                 tokens = run_block(block, tokens, grid, recompute=self.grad_checkpointing)
             taken.append(remove_tokens(tokens, positions))
-            for extractor in self.extractors[i : i + 1] if i < INTERACTIONS - 1 else self.extractors[i:]:
+            end = i + 1 if i < INTERACTIONS - 1 else None  # the last interaction has the further extractors, too
+            for extractor in self.extractors[i:end]:
                 c = extractor(c, prior_centres, taken[-1], grid, grids)
         return c, taken if self.features == "each" else taken[-1:] * INTERACTIONS
-
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute each block of the backbone in the backward pass instead of keeping its activations."""
-        self.grad_checkpointing = enable
 
     def group_matcher(self, coarse: bool = False, prefix: str = "") -> dict[str, Any]:
         """Return timm's patterns: the embeddings are layer 0, block i is layer i + 1, all else is the last layer."""
@@ -444,7 +441,7 @@ def pad_to_stride(images: Tensor) -> Tensor:
     return F.pad(images, (0, -width % STRIDES[-1], 0, -height % STRIDES[-1]))
 
 
-def to_maps(tokens: Tensor, grids: Sequence[Grid]) -> list[Tensor]:
+def _to_maps(tokens: Tensor, grids: Sequence[Grid]) -> list[Tensor]:
     """Split tokens (B, Σ h·w, D) on consecutive grids into one map (B, D, h, w) per grid, channels-last views."""
     parts = tokens.split([h * w for h, w in grids], 1)
     return [part.mT.unflatten(2, grid) for part, grid in zip(parts, grids, strict=True)]

@@ -386,7 +386,8 @@ def create(model_class: type[nn.Module], variant: str, pretrained: bool, **kwarg
         ValueError: a `global_pool` that contradicts `pool`.
         RuntimeError: `pretrained` without a file of weights.
     """
-    last = min(3, kwargs.get("depth", 3))
+    # by default `features_only` gives the maps of all stages of a hierarchy, and of the last three blocks of a ViT
+    last = len(kwargs["depths"]) if "depths" in kwargs else min(3, kwargs.get("depth", 3))
     feature_cfg = {"out_indices": kwargs.pop("out_indices", last), "feature_cls": "getter"}
     if pretrained and all(isinstance(kwargs.get(name), str | None) for name in _PRETRAINED_CONFIGS):
         raise RuntimeError(

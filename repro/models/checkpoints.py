@@ -21,10 +21,10 @@ from .reading import Reading
 from .registry import build_model, family_module
 from .weights import adapt_to_size, classifier_names, load_state, open_file, translate_official
 
-# options of the data and the training, not of the architecture; `windows` are MambaVision's, and no weight depends on
-# them
+# options of the data and the training, which `require_same_architecture` does not compare; `windows` are MambaVision's,
+# and no weight depends on them
 _OF_THE_TRAINING = {"num_classes", "img_size", "drop_rate", "drop_path_rate", "windows"}
-_Size = int | tuple[int, int]
+_Size = int | tuple[int, int]  # a side, or height and width, in pixels
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,18 +55,13 @@ class Checkpoint:
 
     @functools.cached_property
     def hash(self) -> str:
-        """The short hash of the file, or `timm` for weights that timm fetches."""
+        """The short hash of the file for records, or `timm` for weights that timm fetches."""
         return hash_file(self.path) if self.path else "timm"
 
     @property
     def image_size(self) -> int:
         """Side of the training images in pixels."""
         return self.preprocessing["input_size"][-1]
-
-    @property
-    def size_option(self) -> dict[str, Any]:
-        """The option `img_size` that the training built the model with; empty if it was the default."""
-        return {key: value for key, value in self.options.items() if key == "img_size"}
 
     def require_classifier(self) -> Self:
         """Return the checkpoint itself; raise a UserError if it holds a dense model."""
@@ -112,6 +107,7 @@ class Checkpoint:
         load_state(model, self.state, error)
 
     def _build_own(self, image_size: _Size | None) -> nn.Module:
+        """Build the classifier of a file of this project at its training size, then set another size if asked."""
         self.require_classifier()
         try:
             model = build_model(self.model, **self.options)
@@ -127,6 +123,7 @@ class Checkpoint:
         return model
 
     def _build_official(self, image_size: _Size) -> nn.Module:
+        """Build the classifier of an official file for an image size, to which its position tables are resampled."""
         if self.num_classes is None:
             own = build_model(self.model).state_dict()
             # keys of another model explain more than the missing head does
@@ -145,6 +142,7 @@ class Checkpoint:
         return model
 
     def _build_published(self, **options: Any) -> nn.Module:
+        """Let timm build the model with these options and load the weights, from the file if there is one."""
         return build_published(self.published, file=self.path, state=self.state, **options)
 
 
@@ -251,6 +249,7 @@ def _describe_timm_file(path: Path, state: Mapping[str, Tensor], model: str) -> 
 
 
 def _describe_published(published: Published) -> Checkpoint:
+    """Describe weights that timm fetches when the model is built."""
     facts: dict[str, Any] = {"options": {}, "weights_tag": published.tag, "weights_license": published.license}
     if published.license is None:
         facts["weights_license_reason"] = "timm's configuration states none"
@@ -284,7 +283,7 @@ def require_same_architecture(checkpoint: Checkpoint, name: str, options: Mappin
 def _architecture(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that are part of the architecture, with tuples as lists, as JSON returns them."""
     kept = {key: value for key, value in options.items() if key not in _OF_THE_TRAINING}
-    if (reading := str(Reading.of(kept.pop("reading", "")))) != "":
+    if reading := str(Reading.of(kept.pop("reading", ""))):  # in its canonical form, which is empty for the default
         kept["reading"] = reading
     return {key: list(value) if isinstance(value, tuple) else value for key, value in kept.items()}
 
@@ -325,6 +324,7 @@ def initialise(model: nn.Module, checkpoint: Checkpoint, classes: Sequence[str] 
     heads = tuple(f"{head}." for head in classifier_names(model.pretrained_cfg)) if changed else ()
 
     def of_the_head(key: str) -> bool:
+        """Return whether a key of either side belongs to a head that is not taken over."""
         return key.startswith(heads)
 
     error = f"{checkpoint.where}: does not fit {name} as built with {options or 'no options'}"

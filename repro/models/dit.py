@@ -26,18 +26,16 @@ from .image_model import Grid, OperatorModel, PatchConv
 from .inner import InnerLoop
 from .inner_mixer import InnerMixer
 from .registry import register_denoisers
-from .shell import SoftmaxMixer, add_convolved, build_cpe
+from .shell import SoftmaxMixer, add_convolved, build_cpe, require_choice
 from .t5 import official_state_dict as official_t5
 from .vit3 import InnerTraining
 
-EPS = 1e-6
-MIXERS = ("softmax", "ttt", "t5")
+EPS = 1e-6  # of the LayerNorms
+MIXERS = ("softmax", "ttt", "t5")  # those of DiT, DiT3 and DiT5
 WINDOW = 5  # side of the window of the neighbourhood attention in DiT5, in tokens
 WAVES = 256  # sines and cosines that encode a timestep
-LONGEST_PERIOD = 10_000.0
-
-
-T5_LOOP = InnerLoop(model="mlp", depth=2, loss="mse")
+LONGEST_PERIOD = 10_000.0  # base of the falling frequencies of timesteps and positions
+T5_LOOP = InnerLoop(model="mlp", depth=2, loss="mse")  # the inner loop of DiT5; see `build_mixer`
 
 
 class DiTBlock(nn.Module):
@@ -61,9 +59,9 @@ class DiTBlock(nn.Module):
         """Map tokens (B, N, C), row-major on an (h, w) grid, to (B, N, C), given the condition (B, C)."""
         tokens = add_convolved(tokens, self.cpe, grid)
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(F.silu(condition)).unsqueeze(1).chunk(6, dim=-1)
-        mixed = modulate(self.norm1(tokens), shift1, scale1)
+        mixed = _modulate(self.norm1(tokens), shift1, scale1)
         tokens = tokens + gate1 * self.attn(mixed, grid)
-        return tokens + gate2 * self.mlp(modulate(self.norm2(tokens), shift2, scale2))
+        return tokens + gate2 * self.mlp(_modulate(self.norm2(tokens), shift2, scale2))
 
 
 class Denoiser(OperatorModel):
@@ -97,8 +95,7 @@ class Denoiser(OperatorModel):
         learn_sigma: bool = True,
     ):
         super().__init__()
-        if mixer not in MIXERS:
-            raise ValueError(f"mixer {mixer!r} is not {', '.join(MIXERS[:-1])} or {MIXERS[-1]}")
+        require_choice("mixer", mixer, MIXERS)
         if embed_dim % num_heads or embed_dim % 4:
             raise ValueError(f"embed_dim {embed_dim} is not a multiple of num_heads {num_heads} and of 4")
         self.patch_size = patch_size
@@ -109,7 +106,6 @@ class Denoiser(OperatorModel):
         self.num_classes, self.mixer, self.learn_sigma = num_classes, mixer, learn_sigma
         self.cpe = mixer == "ttt" if cpe is None else cpe
         self.out_channels = 2 * in_channels if learn_sigma else in_channels
-        self.grad_checkpointing = False
         self.patch_embed = PatchConv(in_channels, embed_dim, patch_size)
         self.time_embed = nn.Sequential(nn.Linear(WAVES, embed_dim), nn.SiLU(), nn.Linear(embed_dim, embed_dim))
         # the last row means no class; `inference.generate` counts the classes of released weights by these rows
@@ -142,9 +138,7 @@ class Denoiser(OperatorModel):
 
     def new_parameters(self) -> set[str]:
         """Return the names of a DiT5's parameters that a DiT of the same shell does not have."""
-        mixers = {
-            f"blocks.{i}.attn": block.attn for i, block in enumerate(self.blocks) if isinstance(block.attn, InnerMixer)
-        }
+        mixers = {name: module for name, module in self.named_modules() if isinstance(module, InnerMixer)}
         return {f"{name}.{own}" for name, mixer in mixers.items() for own in mixer.new_parameters()}
 
     def grid_of(self, height: int, width: int) -> Grid:
@@ -168,10 +162,10 @@ class Denoiser(OperatorModel):
         """
         grid = self.grid_of(*x.shape[-2:])
         tokens = self.patch_embed(x).flatten(2).transpose(1, 2)
-        # the dtype of the weights: under autocast the tokens are half, and the residual stream must not be
+        # to the dtype of the weights: under autocast the tokens are half, and the residual stream must not be
         dtype = next(self.parameters()).dtype
         tokens = tokens + embed_positions(grid, self.embed_dim, x.device).to(dtype)
-        waves = embed_timesteps(timesteps).to(dtype)
+        waves = _embed_timesteps(timesteps).to(dtype)
         condition = self.time_embed(waves) + self.class_embed(labels)
         for block in self.blocks:
             if self.grad_checkpointing and torch.is_grad_enabled():
@@ -179,14 +173,10 @@ class Denoiser(OperatorModel):
             else:
                 tokens = block(tokens, grid, condition)
         shift, scale = self.modulation(F.silu(condition)).unsqueeze(1).chunk(2, dim=-1)
-        patches = self.head(modulate(self.norm(tokens), shift, scale))
+        patches = self.head(_modulate(self.norm(tokens), shift, scale))
         patches = patches.unflatten(2, (self.patch_size, self.patch_size, self.out_channels)).unflatten(1, grid)
         # (B, h, w, p, p, K) -> (B, K, h, p, w, p) -> (B, K, H, W)
         return patches.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)
-
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute each block in the backward pass instead of keeping its activations."""
-        self.grad_checkpointing = enable
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return timm's patterns that assign parameters to layers, for layer-wise learning-rate decay."""
@@ -237,12 +227,12 @@ def build_mixer(mixer: str, dim: int, num_heads: int) -> nn.Module:
     return InnerTraining(dim, num_heads) if mixer == "ttt" else SoftmaxMixer(dim, num_heads)
 
 
-def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+def _modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """Compute (1 + scale) · x + shift."""
     return x * (1 + scale) + shift
 
 
-def embed_timesteps(timesteps: Tensor) -> Tensor:
+def _embed_timesteps(timesteps: Tensor) -> Tensor:
     """Encode timesteps (B,) as fp32 (B, 256): the cosines, then the sines, of t · 10000^(-i/128), i = 0..127."""
     rates = torch.exp(
         torch.arange(WAVES // 2, dtype=torch.float32, device=timesteps.device)
@@ -283,14 +273,16 @@ def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
 
     def rename(key: str) -> str:
+        """Replace every official part of a key."""
         for theirs, ours in _OFFICIAL.items():
             key = key.replace(theirs, ours)
         return key
 
+    # DiT5's release names these layers as T5's does
     is_t5 = any(".attn.q_conv2d." in key for key in state_dict)
     renamed = rename_keys(_join_scales(official_t5(state_dict) if is_t5 else state_dict), rename)
     if (table := renamed.pop("pos_embed", None)) is not None:
-        side = math.isqrt(table.shape[1])
+        side = math.isqrt(table.shape[1])  # of the grid; the next condition refuses another number of rows
         fixed = embed_positions((side, side), table.shape[2])
         if fixed.shape != table.shape[1:] or (table[0] - fixed).abs().max() > 1e-4:
             raise UserError(
@@ -300,7 +292,13 @@ def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _join_scales(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Join DiT5's scale and offset of (q, k), each (1, 1, C, 2), to one tensor: (q and k, C, scale and offset)."""
+    """Join DiT5's scale and offset of q and k, each (1, 1, C, 2), to the `affine` of `InnerMixer`, (2, C, 2).
+
+    The first axis of the result is q and k, the last one scale and offset. Without such keys nothing changes.
+
+    Raises:
+        UserError: one of a pair is missing, or the joined tensor is there, too.
+    """
     joined = {key: value for key, value in state_dict.items() if not key.endswith(("qk_scale_ttt", "qk_offset_ttt"))}
     for stem in {key.rpartition("qk_")[0]: None for key in state_dict if key not in joined}:
         names = [f"{stem}qk_{name}_ttt" for name in ("scale", "offset")]
@@ -321,6 +319,7 @@ _SIZES = {
     # for tests and the embedded data sets, in pixels
     "nano": {"in_channels": 1, "embed_dim": 48, "depth": 3, "num_heads": 2, "num_classes": 10, "learn_sigma": False},
 }
+# sides of the patches with which each size is registered
 PATCHES = {"small": (8, 4, 2), "base": (8, 4, 2), "large": (2,), "xlarge": (2,), "nano": (4, 1)}
 
 for _family, _mixer in (("dit", "softmax"), ("dit3", "ttt"), ("dit5", "t5")):

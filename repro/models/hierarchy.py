@@ -5,8 +5,9 @@ the rest: feature maps for dense tasks, the head, stochastic depth and gradient 
 makes a `Hierarchy` the backbone of a detector or a segmenter.
 """
 
-from collections.abc import Sequence
-from typing import Any
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from timm.layers import calculate_drop_path_rates, to_2tuple
@@ -15,7 +16,8 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .image_model import Grid, ImageModel, check_rates
+from .backbone import rename_keys
+from .image_model import Grid, ImageModel, check_rates, init_linear
 
 STRIDES = (4, 8, 16, 32)  # strides of the stages
 
@@ -62,8 +64,8 @@ class Hierarchy(ImageModel):
 
     Grids are rounded up: the stage of stride s has ⌈H/s⌉ x ⌈W/s⌉ positions. A subclass sets `patch_embed`, which maps
     images (B, in_chans, H, W) to (B, widths[0], ⌈H/4⌉, ⌈W/4⌉); `stages`, a ModuleList of four `Stage`s; and `norm`,
-    which keeps the shape of the last map. A subclass with closed-form counts implements `param_terms()` and
-    `mac_terms(image_size)`, as in `Backbone`.
+    which keeps the shape of the last map; then it calls `init_weights`. A subclass with a closed form of its
+    multiply-adds implements `mac_terms(image_size)`, as in `Backbone`, and sets `param_patterns`.
 
     Args:
         img_size: image height and width that the model is built for; it takes other sizes, too.
@@ -79,6 +81,7 @@ class Hierarchy(ImageModel):
     patch_embed: nn.Module
     stages: nn.ModuleList
     norm: nn.Module
+    param_patterns: ClassVar[Mapping[str, str]]  # term of `param_terms` -> regular expression of its parameters' names
 
     def __init__(
         self,
@@ -107,6 +110,23 @@ class Hierarchy(ImageModel):
             {"module": f"stages.{i}", "num_chs": width, "reduction": stride}
             for i, (width, stride) in enumerate(zip(self.widths, STRIDES, strict=True))
         ]
+
+    def init_weights(self) -> None:
+        """Initialise Linear trunc_normal 0.02 and biases 0; all other modules keep the values that they were built with."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                init_linear(module)
+
+    def param_terms(self) -> dict[str, int]:
+        """Return named counts that add up to the model's parameters.
+
+        The first pattern that is found in a parameter's name counts; StopIteration if there is none.
+        """
+        terms = dict.fromkeys(self.param_patterns, 0)
+        for name, parameter in self.named_parameters():
+            term = next(term for term, pattern in self.param_patterns.items() if re.search(pattern, name))
+            terms[term] += parameter.numel()
+        return terms
 
     def grids_of(self, height: int, width: int) -> list[Grid]:
         """Return the (h, w) of each stage for an image in pixels; ValueError for a side below the largest stride."""
@@ -217,3 +237,19 @@ class Hierarchy(ImageModel):
                 break
             x = stage.downsample(x)
         return maps
+
+
+def rename_by_pattern(state_dict: Mapping[str, Tensor], patterns: Mapping[str, str]) -> dict[str, Tensor]:
+    """Rename the keys of a state dict by regular expressions and their replacements; raises as `rename_keys`.
+
+    Only the first pattern that matches a key's beginning counts, so a general pattern comes last. Other keys stay, so
+    that a strict load reports them.
+    """
+
+    def rename(key: str) -> str:
+        for pattern, replacement in patterns.items():
+            if re.match(pattern, key):
+                return re.sub(pattern, replacement, key)
+        return key
+
+    return rename_keys(state_dict, rename)

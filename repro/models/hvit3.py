@@ -9,7 +9,7 @@ Shape suffixes: B batch, N tokens (h·w), C width of a stage, d head dimension.
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .backbone import register_sizes, rename_prefixes
 from .hierarchy import Hierarchy, Stage
-from .image_model import Grid, init_linear
+from .image_model import Grid
 from .shell import build_cpe
 from .vit3 import InnerTraining, Rotation
 
@@ -81,7 +81,7 @@ class HViT3Block(nn.Module):
         self.attn = InnerTraining(dim, num_heads)
         self.norm2 = nn.LayerNorm(dim, eps=EPS)
         self.mlp = ConvMlp(dim)
-        self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+        self.drop_path = DropPath(drop_path)
 
     def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
         """Map (B, C, h, w) to the same shape; `rotation` has the RoPE angles of the grid."""
@@ -96,9 +96,8 @@ class HViT3Stage(Stage):
 
     def forward(self, x: Tensor, *, recompute: bool = False) -> Tensor:
         """Map (B, C, h, w) to the same shape; the angles are computed once, in at least fp32."""
-        rotation = rotations(
-            tuple(x.shape[-2:]), x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device
-        )
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        rotation = rotations(tuple(x.shape[-2:]), x.shape[1], dtype=dtype, device=x.device)
         # in channels-last layout, maps and tokens are views of each other
         return self.run_blocks(x.contiguous(memory_format=torch.channels_last), rotation, recompute=recompute)
 
@@ -116,6 +115,18 @@ class HViT3(Hierarchy):
         ValueError: a width that is not a multiple of 4, or not of its heads.
     """
 
+    param_patterns: ClassVar = {
+        "stem": r"^patch_embed\.",
+        "downsampling": r"\.downsample\.",
+        "cpe": r"\.cpe\.",
+        "layer_norms": r"\.norm[12]\.",
+        "projections": r"\.attn\.(qkv|proj)\.",
+        "inner_start": r"\.attn\.w",
+        "mlp": r"\.mlp\.",
+        "batch_norm": r"^norm\.",
+        "head": r"^head\.",
+    }
+
     def __init__(self, *, num_heads: Sequence[int], **kwargs: Any):
         super().__init__(**kwargs)
         if odd := [width for width in self.widths if width % 4]:
@@ -131,26 +142,6 @@ class HViT3(Hierarchy):
         )
         self.norm = nn.BatchNorm2d(self.num_features)
         self.init_weights()
-
-    def init_weights(self) -> None:
-        """Initialise Linear trunc_normal 0.02, biases 0; convolutions and fast weights keep their initial values."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                init_linear(module)
-
-    def param_terms(self) -> dict[str, int]:
-        """Return named counts that add up to the model's parameters."""
-        terms = {"stem": sum(p.numel() for p in self.patch_embed.parameters())}
-        terms |= dict.fromkeys(("downsampling", "cpe", "layer_norms", "projections", "inner_start", "mlp"), 0)
-        for C, L, stage in zip(self.widths, self.depths, self.stages, strict=True):
-            terms["cpe"] += L * 10 * C
-            terms["layer_norms"] += L * 4 * C
-            for name, count in stage.blocks[0].attn.param_terms().items():
-                terms[name] += L * count
-            terms["mlp"] += L * (8 * C * C + 45 * C)
-        for before, C in pairwise(self.widths):
-            terms["downsampling"] += (before + 1) * 4 * C + 10 * 4 * C + (4 * C + 1) * C + 2 * C
-        return terms | {"batch_norm": 2 * self.num_features, "head": self.num_classes * (self.num_features + 1)}
 
     def mac_terms(self, image_size: Grid) -> dict[str, int]:
         """Return named counts of multiply-adds for one image of (H, W) pixels.
@@ -179,12 +170,14 @@ def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _stem(in_chans: int, dim: int) -> PaddedConvs:
+    """Build the layers from images to the first stage's map: four 3x3 convolutions, two of stride 2, and a 1x1 one."""
     half = dim // 2
     first = [_conv(before, half, stride) for before, stride in ((in_chans, 2), (half, 1), (half, 1))]
     return PaddedConvs(4, *first, _conv(half, 4 * dim, 2), _conv(4 * dim, dim, kernel=1, act=False))
 
 
 def _downsampling(before: int, after: int) -> PaddedConvs:
+    """Build the layers between two stages, by their widths: an inverted bottleneck of stride 2."""
     hidden = 4 * after
     wide = (
         _conv(before, hidden, kernel=1, bias=True, norm=False),
@@ -225,8 +218,7 @@ def _to_map(tokens: Tensor, grid: Grid) -> Tensor:
     return tokens.unflatten(1, grid).permute(0, 3, 1, 2)
 
 
-_STAGES = {"out_indices": 4}  # by default `features_only` gives the maps of all stages
-_SMALL = {**_STAGES, "widths": (64, 128, 320, 512), "num_heads": (2, 4, 10, 16)}
+_SMALL = {"widths": (64, 128, 320, 512), "num_heads": (2, 4, 10, 16)}
 register_sizes(
     HViT3,
     {
@@ -234,15 +226,9 @@ register_sizes(
         "hvit3_tiny_224": {**_SMALL, "depths": (1, 3, 9, 4)},
         "hvit3_small_224": {**_SMALL, "depths": (2, 6, 18, 8)},  # 54.362 M; drop path 0.4
         # 94.369 M; 0.6
-        "hvit3_base_224": {
-            **_STAGES,
-            "widths": (96, 192, 448, 640),
-            "num_heads": (3, 6, 14, 20),
-            "depths": (2, 6, 18, 8),
-        },
+        "hvit3_base_224": {"widths": (96, 192, 448, 640), "num_heads": (3, 6, 14, 20), "depths": (2, 6, 18, 8)},
         # for tests and the embedded data sets: grids of 36, 18, 9 and 5 tokens a side
         "hvit3_nano_144": {
-            **_STAGES,
             "img_size": 144,
             "widths": (16, 32, 64, 96),
             "num_heads": (1, 2, 4, 6),

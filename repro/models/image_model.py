@@ -1,13 +1,10 @@
 """Base classes of all image models: timm's head and pooling, and the choice of the operators' backend."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Grid = tuple[int, int]
+Grid = tuple[int, int]  # rows and columns, or the (H, W) of an image in pixels
 
 
 class PatchConv(nn.Conv2d):
@@ -21,7 +18,7 @@ class PatchConv(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, C, H, W) or (C, H, W), with sides that the patch divides, to (B, D, h, w) or (D, h, w)."""
-        p = self.stride[0]
+        p = self.stride[0]  # the side of a patch
         cut = x.unflatten(-1, (-1, p)).unflatten(-3, (-1, p))  # (..., C, h, p, w, p)
         cut = cut.movedim((-4, -2), (-5, -4)).flatten(-3)
         return F.linear(cut, self.weight.flatten(1), self.bias).movedim(-1, -3)
@@ -34,10 +31,16 @@ class OperatorModel(nn.Module):
     layers, and `selected_backend` would call itself without end.
     """
 
+    grad_checkpointing = False  # whether a training recomputes each block; `forward` of a subclass obeys it
+
     def set_backend(self, backend: str) -> None:
         """Set the backend of the operators in every layer; see `kernels`."""
         for layer in self._operator_layers():
             layer.backend = backend
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute each block in the backward pass instead of keeping its activations."""
+        self.grad_checkpointing = enable
 
     def selected_backend(self, dtype: torch.dtype) -> str:
         """Return the backend that runs on this device, at the built image size, for activations of `dtype`.
@@ -47,6 +50,7 @@ class OperatorModel(nn.Module):
         return "+".join(sorted({layer.selected_backend(dtype) for layer in self._operator_layers()})) or "torch"
 
     def _operator_layers(self) -> list[nn.Module]:
+        """Return the layers that have a `backend` and a `selected_backend`."""
         return [
             module for module in self.modules() if hasattr(module, "selected_backend") and hasattr(module, "backend")
         ]
@@ -61,12 +65,11 @@ class ImageModel(OperatorModel):
 
     head: nn.Module
     head_drop: nn.Module
-    num_features: int
-    num_classes: int
+    num_features: int  # width of the features that the head takes
+    num_classes: int  # outputs of the head; 0 without a head
     pooled_by: str  # timm's name of the pooling that the model was built with
     global_pool: str  # timm's name of the pooling that runs; "" for none
-    dynamic_img_size = True
-    grad_checkpointing = False
+    dynamic_img_size = True  # whether `check_image_size` allows all sizes; `backbone.create` sets timm's option
 
     def pool_features(self, x: Tensor) -> Tensor:
         """Pool the result of `forward_features` to (B, num_features), by a `global_pool` that is not empty."""
@@ -84,33 +87,14 @@ class ImageModel(OperatorModel):
         """Map images (B, in_chans, H, W) to logits (B, num_classes), or to pooled features if there is no head."""
         return self.forward_head(self.forward_features(x))
 
-    def get_intermediate_layers(
-        self,
-        x: Tensor,
-        n: int | Sequence[int] = 1,
-        reshape: bool = False,
-        return_prefix_tokens: bool = False,
-        norm: bool = False,
-    ) -> list[Any]:
-        """Return intermediates through DINO's interface: tokens (B, N, D) or, with `reshape`, maps (B, D, h, w).
-
-        `n` is the number of last layers, or a list of layers. See `forward_intermediates`.
-        """
-        return self.forward_intermediates(
-            x,
-            n if isinstance(n, int) else list(n),
-            norm=norm,
-            output_fmt="NCHW" if reshape else "NLC",
-            intermediates_only=True,
-            return_prefix_tokens=return_prefix_tokens,
-        )
-
     def get_classifier(self) -> nn.Module:
-        """Return the head."""
+        """Return the head; timm's scripts call it."""
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the head by a new one for `num_classes`, and the pooling if one is named.
+        """Replace the head by a new one for `num_classes` (0: none), and the pooling if one is named.
+
+        The new head has the device and the dtype of the model's other parameters.
 
         Raises:
             ValueError: a pooling that the model does not have.
@@ -118,25 +102,21 @@ class ImageModel(OperatorModel):
         if global_pool is not None:
             self.set_pooling(global_pool, num_classes)
         self.num_classes = num_classes
-        like = next(self.parameters())
-        self.head = (
-            nn.Linear(self.num_features, num_classes, device=like.device, dtype=like.dtype)
-            if num_classes
-            else nn.Identity()
-        )
+        self.head = nn.Identity()
         if num_classes:
+            like = next(self.parameters())
+            self.head = nn.Linear(self.num_features, num_classes, device=like.device, dtype=like.dtype)
             init_linear(self.head)
 
     def set_pooling(self, name: str, num_classes: int) -> None:
-        """Set the pooling by timm's name: the model's own, `avg` for the mean of the patches, or "" for none."""
+        """Set the pooling by timm's name: the model's own, `avg` for the mean of the patches, or "" for none.
+
+        `num_classes` is that of the head which will follow; `Hierarchy` refuses a head without pooling.
+        """
         known = sorted({self.pooled_by, "avg", ""})
         if name not in known:
             raise ValueError(f"global_pool {name!r}: this model has {', '.join(map(repr, known))}")
         self.global_pool = name
-
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute each block in the backward pass instead of keeping its activations."""
-        self.grad_checkpointing = enable
 
     def no_weight_decay(self) -> set[str]:
         """Return the names of parameters without weight decay; timm exempts norms and biases itself."""
@@ -150,7 +130,7 @@ class ImageModel(OperatorModel):
 
 
 def check_rates(**rates: float) -> None:
-    """Raise a ValueError for a rate outside 0 to 1."""
+    """Raise a ValueError for a rate outside 0 to 1; the keywords are the names of the options in its message."""
     for name, rate in rates.items():
         if not 0 <= rate <= 1:
             raise ValueError(f"{name} {rate}: expected a share from 0 to 1")

@@ -20,6 +20,7 @@ from .image_model import Grid
 from .t5 import SHELLS, T5
 from .weights import load_state
 
+# fates of a ViT's parts besides `used`, as the report of a linearisation lists them
 CLASS_TOKEN = "left behind: the student averages the patches"
 REGISTERS = "left behind: the student has no registers"
 SECOND_HEAD = "left behind: the head of the distillation token"
@@ -70,12 +71,11 @@ def choose_student(shell: Shell) -> tuple[str, dict[str, Any]]:
     # must be the defaults of `ClassFreeViT` and `Backbone`: an option that is equal to them is not passed to the
     # student, and a wrong `norm_eps` changes no shape, so that the weights would load
     defaults = {"patch_size": 16, "depth": 12, "mlp_ratio": 4.0, "layer_scale": False, "norm_eps": 1e-6, "in_chans": 3}
-    best: tuple[str, dict[str, Any]] | None = None
-    for name, built in SHELLS.items():
-        left = {key: value for key, value in asked.items() if (defaults | built)[key] != value}
-        if best is None or len(left) < len(best[1]):
-            best = f"t5_{name}", left
-    return best
+    differing = {
+        f"t5_{name}": {key: value for key, value in asked.items() if (defaults | built)[key] != value}
+        for name, built in SHELLS.items()
+    }
+    return min(differing.items(), key=lambda item: len(item[1]))  # the first of equally close ones
 
 
 def inherit(student: T5, shell: Shell, where: str) -> dict[str, str]:
@@ -89,16 +89,10 @@ def inherit(student: T5, shell: Shell, where: str) -> dict[str, str]:
     Raises:
         UserError: a shell that does not fit; the student is then unchanged.
     """
-    state, fates, new = dict(shell.state), dict(shell.fates), student.new_parameters()
-    if shell.num_classes != student.num_classes:
-        new |= {key for key in student.state_dict() if key.startswith("head.")}
-        for key in [key for key in state if key.startswith("head.")]:
-            del state[key]
-        fates |= {
-            key: "left behind: other classes"
-            for key, fate in fates.items()
-            if key.startswith("head.") and fate == "used"
-        }
+    head = _find_new_head(student, shell)
+    state = {key: value for key, value in shell.state.items() if key not in head}
+    fates = dict(shell.fates) | dict.fromkeys(head & shell.fates.keys(), "left behind: other classes")
+    new = student.new_parameters() | head
     state["pos_embed"] = resample_positions(state["pos_embed"], shell.grid, student.grid_size)
     load_state(student, state, f"{where}: does not fit the student", new=lambda key: key in new)
     return fates | {key: "expected: new" for key in student.state_dict() if key in new}
@@ -110,9 +104,7 @@ def freeze_inherited(student: T5, shell: Shell) -> None:
     Raises:
         ValueError: no parameter is left to train.
     """
-    new = student.new_parameters()
-    if shell.num_classes != student.num_classes:
-        new |= {"head.weight", "head.bias"}
+    new = student.new_parameters() | _find_new_head(student, shell)
     if not new:
         raise ValueError(
             f"freeze: inner {student.inner} with dwc {student.dwc} has no parameters of its own, so nothing would learn"
@@ -121,7 +113,17 @@ def freeze_inherited(student: T5, shell: Shell) -> None:
         parameter.requires_grad_(name in new)
 
 
+def _find_new_head(student: T5, shell: Shell) -> set[str]:
+    """Return the names of a head that the student does not inherit, since its classes differ in number; else none."""
+    return {"head.weight", "head.bias"} if shell.num_classes != student.num_classes else set()
+
+
 def _read_t5(model: T5, where: str) -> Shell:
+    """Extract the shell of a `t5_softmax_*` model, whose names are already those of the student.
+
+    Raises:
+        UserError: a linearised model, or one with other positions than a table.
+    """
     if model.inner != "softmax":
         raise UserError(
             f"{where}: is a linearised model already (inner {model.inner}); expected one with softmax attention"
@@ -162,29 +164,31 @@ def _find_obstacle(model: VisionTransformer) -> str | None:
     attention, mlp = block.attn, block.mlp
     if type(attention) is not Attention:
         return f"its attention is a {type(attention).__name__}"
-    final = model.norm if isinstance(model.norm, nn.LayerNorm) else model.fc_norm
+    final = model.norm if isinstance(model.norm, nn.LayerNorm) else model.fc_norm  # timm has the norm at either place
     norms = (block.norm1, block.norm2, final)
+
+    def exist(*layers: nn.Module | None) -> bool:
+        """Return whether timm built any of these optional layers."""
+        return not all(isinstance(layer, nn.Identity | None) for layer in layers)
+
     checks = {
-        "it has a norm of queries and keys": not isinstance(attention.q_norm, nn.Identity)
-        or not isinstance(attention.k_norm, nn.Identity),
+        "it has a norm of queries and keys": exist(attention.q_norm, attention.k_norm),
         "its attention is gated": getattr(attention, "gate", None) is not None,
-        "it has a norm in its attention": not isinstance(getattr(attention, "norm", nn.Identity()), nn.Identity),
+        "it has a norm in its attention": exist(getattr(attention, "norm", None)),
         "its projections have no bias": attention.qkv is None
         or attention.qkv.bias is None
         or attention.proj.bias is None,
         "its heads do not divide its width": attention.num_heads * attention.head_dim != model.embed_dim,
-        f"its MLPs are {type(mlp).__name__}": type(mlp) is not Mlp
-        or not isinstance(mlp.norm, nn.Identity)
-        or mlp.fc1.bias is None,
+        f"its MLPs are {type(mlp).__name__}": type(mlp) is not Mlp or exist(mlp.norm) or mlp.fc1.bias is None,
         f"its activation is {type(getattr(mlp, 'act', None)).__name__}": not isinstance(
             getattr(mlp, "act", None), nn.GELU
         ),
-        "it has a norm before its blocks": not isinstance(model.norm_pre, nn.Identity),
+        "it has a norm before its blocks": exist(model.norm_pre),
         "its patches are cut otherwise": type(patches) is not PatchEmbed
         or patches.proj.bias is None
         or patches.proj.kernel_size != patches.proj.stride
         or len(set(patches.proj.kernel_size)) > 1
-        or not isinstance(patches.norm, nn.Identity),
+        or exist(patches.norm),
         "it has no table of positions": model.pos_embed is None,
         "it pools by attention": model.attn_pool is not None,
         "its norms are no LayerNorms": not all(
@@ -196,7 +200,9 @@ def _find_obstacle(model: VisionTransformer) -> str | None:
 
 
 def _read_timm(model: VisionTransformer) -> Shell:
-    block, prefix = model.blocks[0], 0 if model.no_embed_class else model.num_prefix_tokens
+    """Extract the shell of a ViT of timm in which `_find_obstacle` found nothing."""
+    block = model.blocks[0]
+    prefix = 0 if model.no_embed_class else model.num_prefix_tokens  # rows of the positions that belong to no patch
     options = {
         "img_size": tuple(model.patch_embed.img_size),
         "patch_size": model.patch_embed.proj.kernel_size[0],

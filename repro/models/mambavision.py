@@ -8,11 +8,10 @@ Shape suffixes: B images, b windows of all images, L = w² tokens of a window, C
 the scan, N states, R rank of the step size's projection.
 """
 
-import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -22,16 +21,17 @@ from torch import Tensor, nn
 from kernels.selective_scan import selected_backend, selective_scan
 
 from .as_built import are_as_built, built_conv, find_bias
-from .backbone import register_sizes, rename_keys
-from .hierarchy import Hierarchy, Stage
-from .image_model import Grid, init_linear
+from .backbone import register_sizes
+from .hierarchy import Hierarchy, Stage, rename_by_pattern
+from .image_model import Grid
 from .vim import at_least_fp32
 
-STATE_DIM = 8
-CONV_KERNEL = 3
+STATE_DIM = 8  # N
+CONV_KERNEL = 3  # tokens
+# the convolutions as built, by their names in the mixer; `are_as_built` compares with them
 _CONVS = dict.fromkeys(("conv1d_x", "conv1d_z"), built_conv(nn.Conv1d, CONV_KERNEL, 0, bias=False))
-MLP_RATIO = 4
-EPS = 1e-5
+MLP_RATIO = 4  # hidden width of an MLP as a multiple of C
+EPS = 1e-5  # of all norms but the stem's
 STEM_EPS = 1e-4
 FIRST_OF_WINDOWS = 2  # index of the first stage with windows
 
@@ -44,7 +44,7 @@ class ConvBlock(nn.Module):
         self.conv1, self.norm1 = nn.Conv2d(dim, dim, 3, padding=1), nn.BatchNorm2d(dim, eps=EPS)
         self.act = nn.GELU(approximate="tanh")
         self.conv2, self.norm2 = nn.Conv2d(dim, dim, 3, padding=1), nn.BatchNorm2d(dim, eps=EPS)
-        self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+        self.drop_path = DropPath(drop_path)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, C, h, w) to the same shape."""
@@ -56,7 +56,8 @@ class MambaVisionMixer(nn.Module):
 
     The convolutions reach one token to each side. The scan has one direction and no gate. Its step size is softplus of
     the projection plus twice the bias: the release adds the bias in the projection and again in the scan, and its
-    weights were trained with that.
+    weights were trained with that. A new model's step size starts at softplus(0), since `Hierarchy.init_weights` zeroes
+    this bias, too.
     """
 
     def __init__(self, dim: int):
@@ -83,7 +84,10 @@ class MambaVisionMixer(nn.Module):
         return self.out_proj(torch.cat((y, z_bLE), dim=-1))
 
     def _convolve(self, x_bCL: Tensor) -> Tensor:
-        """Convolve both branches: (b, C, L) -> (b, C, L)."""
+        """Convolve both branches, half of the channels each: (b, C, L) -> (b, C, L).
+
+        Convolutions that were replaced or have hooks are called, so that these take effect.
+        """
         reach = CONV_KERNEL // 2
         if not are_as_built(self, _CONVS):
             branches = F.pad(x_bCL, (reach, reach)).chunk(2, dim=1)
@@ -110,7 +114,7 @@ class WindowBlock(nn.Module):
         self.norm1, self.mixer = nn.LayerNorm(dim, eps=EPS), mixer
         self.norm2, self.mlp = nn.LayerNorm(dim, eps=EPS), Mlp(dim, MLP_RATIO * dim)
         self.ls1, self.ls2 = (LayerScale(dim, layer_scale) if layer_scale else nn.Identity() for _ in range(2))
-        self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+        self.drop_path = DropPath(drop_path)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map tokens (b, L, C) of windows to the same shape."""
@@ -134,6 +138,7 @@ class WindowStage(Stage):
         rows, columns = -(-h // side), -(-w // side)
         if (rows * side, columns * side) != (h, w):
             x = F.pad(x, (0, columns * side - w, 0, rows * side - h))
+        # (B, rows, columns, side, side, C)
         windows = x.permute(0, 2, 3, 1).unflatten(2, (columns, side)).unflatten(1, (rows, side)).transpose(2, 3)
         tokens = self.run_blocks(windows.flatten(3, 4).flatten(0, 2), recompute=recompute)
         joined = (
@@ -158,6 +163,21 @@ class MambaVision(Hierarchy):
     Raises:
         ValueError: a width that is not a multiple of its heads, or a window smaller than 1.
     """
+
+    param_patterns: ClassVar = {
+        "stem": r"^patch_embed\.conv",
+        "conv_blocks": r"\.blocks\.\d+\.conv",
+        "downsampling": r"\.downsample\.",
+        "batch_norms": r"^patch_embed\.norm|^stages\.[01]\.blocks\.\d+\.norm|^norm\.",
+        "scan_projections": r"\.mixer\.(in|out)_proj\.",
+        "conv1d": r"\.mixer\.conv1d_",
+        "scan": r"\.mixer\.(x_proj|dt_proj|A_log|D)",
+        "attention": r"\.mixer\.(qkv|proj)\.",
+        "layer_norms": r"\.norm[12]\.",
+        "mlp": r"\.mlp\.",
+        "layer_scale": r"\.ls[12]\.",
+        "head": r"^head\.",
+    }
 
     def __init__(
         self,
@@ -203,87 +223,50 @@ class MambaVision(Hierarchy):
         self.norm = nn.BatchNorm2d(self.num_features, eps=EPS)
         self.init_weights()
 
-    def init_weights(self) -> None:
-        """Initialise Linear trunc_normal 0.02 and biases 0; everything else keeps its default.
-
-        The zeroed biases include that of the step size, which therefore starts at softplus(0).
-        """
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                init_linear(module)
-
-    def param_terms(self) -> dict[str, int]:
-        """Return named counts that add up to the model's parameters."""
-        C, N = self.widths[0], STATE_DIM
-        terms = {"stem": 9 * self.in_chans * self.stem + 9 * self.stem * C}
-        names = (
-            "conv_blocks",
-            "downsampling",
-            "batch_norms",
-            "scan_projections",
-            "conv1d",
-            "scan",
-            "attention",
-            "layer_norms",
-            "mlp",
-        )
-        terms |= dict.fromkeys((*names, "layer_scale"), 0)
-        terms["batch_norms"] = 2 * (self.stem + C + self.num_features)
-        for i, (C, depth) in enumerate(zip(self.widths, self.depths, strict=True)):
-            if i < FIRST_OF_WINDOWS:
-                terms["conv_blocks"] += depth * 2 * (9 * C * C + C)
-                terms["batch_norms"] += depth * 4 * C
-                continue
-            E, R, scans = C // 2, -(-C // 16), scan_blocks(depth)
-            terms["scan_projections"] += scans * 2 * C * C
-            terms["conv1d"] += scans * 2 * CONV_KERNEL * E
-            terms["scan"] += scans * E * (R + 2 * N + R + 1 + N + 1)  # to low, B and C; to the step, its bias; A, D
-            terms["attention"] += (depth - scans) * (4 * C * C + 4 * C)
-            terms["layer_norms"] += depth * 4 * C
-            terms["mlp"] += depth * (2 * MLP_RATIO * C * C + (MLP_RATIO + 1) * C)
-            terms["layer_scale"] += depth * 2 * C if self.layer_scale else 0
-        terms["downsampling"] = sum(9 * before * C for before, C in pairwise(self.widths))
-        return terms | {"head": self.num_classes * (self.num_features + 1)}
-
     def mac_terms(self, image_size: Grid) -> dict[str, int]:
-        """Return named counts of multiply-adds for an image of (H, W) pixels, padded positions of windows included."""
-        terms = self.paper_mac_terms(image_size) | dict.fromkeys(("conv1d", "scan", "attention_products"), 0)
-        for (tokens, window), C, depth in zip(
-            self._window_tokens(image_size), self.widths[2:], self.depths[2:], strict=True
-        ):
-            scans = scan_blocks(depth)
-            terms["conv1d"] += scans * tokens * CONV_KERNEL * C
-            terms["scan"] += scans * tokens * 4 * (C // 2) * STATE_DIM
-            terms["attention_products"] += (depth - scans) * tokens * 2 * window * C
-        return terms
+        """Return named counts of multiply-adds for an image of (H, W) pixels, padded positions of windows included.
+
+        The scan has 4 per token, channel and state.
+        """
+        stages = self._window_stages(image_size)
+        return self.paper_mac_terms(image_size) | {
+            "conv1d": sum(scans * tokens * CONV_KERNEL * C for tokens, _, C, scans, _ in stages),
+            "scan": sum(scans * tokens * 4 * (C // 2) * STATE_DIM for tokens, _, C, scans, _ in stages),
+            # qkᵀ, and the sum of the values
+            "attention_products": sum(others * tokens * 2 * window * C for tokens, window, C, _, others in stages),
+        }
 
     def paper_mac_terms(self, image_size: Grid) -> dict[str, int]:
         """Return the counts by the authors' convention: 2-D convolutions and linear layers alone."""
         sizes = [h * w for h, w in self.grids_of(*image_size)]
         height, width = (-(-side // 2) for side in image_size)
-        terms = {"stem": height * width * 9 * self.in_chans * self.stem + sizes[0] * 9 * self.stem * self.widths[0]}
-        terms["conv_blocks"] = sum(
-            depth * L * 18 * C * C for depth, L, C in list(zip(self.depths, sizes, self.widths, strict=True))[:2]
-        )
-        terms["downsampling"] = sum(
-            L * 9 * before * C for L, (before, C) in zip(sizes[1:], pairwise(self.widths), strict=True)
-        )
-        terms |= dict.fromkeys(("scan_projections", "attention", "mlp"), 0)
-        for (tokens, _), C, depth in zip(
-            self._window_tokens(image_size), self.widths[2:], self.depths[2:], strict=True
-        ):
-            E, R, scans = C // 2, -(-C // 16), scan_blocks(depth)
-            terms["scan_projections"] += scans * tokens * (2 * C * C + E * (R + 2 * STATE_DIM + R))
-            terms["attention"] += (depth - scans) * tokens * 4 * C * C
-            terms["mlp"] += depth * tokens * 2 * MLP_RATIO * C * C
-        return terms | {"head": self.num_features * self.num_classes}
+        stages, N = self._window_stages(image_size), STATE_DIM
+        convs = list(zip(self.depths, sizes, self.widths, strict=True))[:FIRST_OF_WINDOWS]
+        downsampled = zip(sizes[1:], pairwise(self.widths), strict=True)
+        return {
+            "stem": height * width * 9 * self.in_chans * self.stem + sizes[0] * 9 * self.stem * self.widths[0],
+            "conv_blocks": sum(depth * L * 18 * C * C for depth, L, C in convs),
+            "downsampling": sum(L * 9 * before * C for L, (before, C) in downsampled),
+            # of a scan: from and to C channels; from E = C/2 to the low rank ⌈C/16⌉, B and C, and from the low rank to E
+            "scan_projections": sum(
+                scans * tokens * (2 * C * C + C // 2 * (2 * -(-C // 16) + 2 * N)) for tokens, _, C, scans, _ in stages
+            ),
+            "attention": sum(others * tokens * 4 * C * C for tokens, _, C, _, others in stages),
+            "mlp": sum((scans + others) * tokens * 2 * MLP_RATIO * C * C for tokens, _, C, scans, others in stages),
+            "head": self.num_features * self.num_classes,
+        }
 
-    def _window_tokens(self, image_size: Grid) -> list[tuple[int, int]]:
-        """Return for each window stage the tokens of all windows of an image, and those of one window."""
-        grids = self.grids_of(*image_size)[FIRST_OF_WINDOWS:]
-        return [
-            (-(-h // side) * -(-w // side) * side**2, side**2) for (h, w), side in zip(grids, self.windows, strict=True)
-        ]
+    def _window_stages(self, image_size: Grid) -> list[tuple[int, int, int, int, int]]:
+        """Return (tokens of all windows of an image, tokens of one window, width, scans, other blocks) of each stage.
+
+        These are the stages with windows.
+        """
+        found = []
+        stages = list(zip(self.grids_of(*image_size), self.widths, self.depths, strict=True))[FIRST_OF_WINDOWS:]
+        for ((h, w), C, depth), side in zip(stages, self.windows, strict=True):
+            tokens, scans = -(-h // side) * -(-w // side) * side**2, scan_blocks(depth)
+            found.append((tokens, side**2, C, scans, depth - scans))
+        return found
 
 
 def scan_blocks(depth: int) -> int:
@@ -291,7 +274,7 @@ def scan_blocks(depth: int) -> int:
     return (depth + 1) // 2
 
 
-# official names by pattern -> ours; only the first pattern that matches is replaced, so the general one comes last
+# official names -> ours, for `rename_by_pattern`
 _RENAMED = {
     r"^patch_embed\.conv_down\.0\.": "patch_embed.conv1.",
     r"^patch_embed\.conv_down\.1\.": "patch_embed.norm1.",
@@ -304,45 +287,31 @@ _RENAMED = {
 
 
 def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename an official state dict; unknown keys are kept, so that a strict load reports them.
+    """Rename an official state dict.
 
     If some keys begin with `encoder.`, all others are dropped, as in the release. A missing `num_batches_tracked` of a
     BatchNorm becomes 0, which matters only for further training without momentum.
     """
     encoder = {key.removeprefix("encoder."): value for key, value in state_dict.items() if key.startswith("encoder.")}
 
-    def rename(key: str) -> str:
-        pattern = next((pattern for pattern in _RENAMED if re.match(pattern, key)), "^")
-        return re.sub(pattern, _RENAMED.get(pattern, ""), key)
-
-    found = rename_keys(encoder or state_dict, rename)
-    counters = {
-        key.removesuffix("running_mean") + "num_batches_tracked" for key in found if key.endswith(".running_mean")
-    }
-    return found | {key: torch.tensor(0) for key in sorted(counters) if key not in found}
+    found = rename_by_pattern(encoder or state_dict, _RENAMED)
+    for key in [key for key in found if key.endswith(".running_mean")]:
+        found.setdefault(f"{key.removesuffix('running_mean')}num_batches_tracked", torch.tensor(0))
+    return found
 
 
-_STAGES = {"out_indices": 4}  # by default `features_only` gives the maps of all stages
 register_sizes(
     MambaVision,
     {
         # 31.794 M parameters; drop path 0.2
-        "mambavision_tiny_224": {
-            **_STAGES,
-            "widths": (80, 160, 320, 640),
-            "stem": 32,
-            "depths": (1, 3, 8, 4),
-            "crop_pct": 1.0,
-        },
+        "mambavision_tiny_224": {"widths": (80, 160, 320, 640), "stem": 32, "depths": (1, 3, 8, 4), "crop_pct": 1.0},
         "mambavision_small_224": {
-            **_STAGES,
             "widths": (96, 192, 384, 768),
             "depths": (3, 3, 7, 5),
             "crop_pct": 0.93,
         },  # 50.141 M; drop path 0.2
         # 97.685 M; drop path 0.3
         "mambavision_base_224": {
-            **_STAGES,
             "widths": (128, 256, 512, 1024),
             "depths": (3, 3, 10, 5),
             "layer_scale": 1e-5,
@@ -350,7 +319,6 @@ register_sizes(
         },
         # for tests and the embedded data sets: grids of 36, 18, 9 and 5 positions a side
         "mambavision_nano_144": {
-            **_STAGES,
             "img_size": 144,
             "widths": (16, 32, 64, 128),
             "stem": 8,

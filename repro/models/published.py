@@ -114,6 +114,7 @@ def build_published(
     """
     from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
+    # timm drops a head whose number of classes is not that of its configuration
     overlay: dict[str, Any] = {"num_classes": options["num_classes"]} if "num_classes" in options else {}
     if file:
         overlay |= {"state_dict": dict(state), "custom_load": False}
@@ -159,7 +160,7 @@ def _find_hub_problem(endpoint: str) -> str | None:
 
     try:
         get_session().head(endpoint, timeout=10)
-    except Exception as error:  # the HTTP client, and so its errors, depends on the version of the hub's package
+    except Exception as error:  # the HTTP client, and so its errors, depend on the version of the hub's package
         return f"{endpoint}: {error}"
     return None
 
@@ -175,7 +176,7 @@ def _only_cache_if_offline() -> Iterator[str | None]:
     offline = constants.HF_HUB_OFFLINE
     loggers = [logging.getLogger(f"timm.models.{name}") for name in ("_builder", "_hub")]
     problem = "HF_HUB_OFFLINE is set" if offline else _find_hub_problem(constants.ENDPOINT)
-    levels = [logger.level for logger in loggers]
+    levels = [logger.level for logger in loggers]  # silent below, since the caller reports a failure in one line
     try:
         constants.HF_HUB_OFFLINE = problem is not None
         for logger in loggers:

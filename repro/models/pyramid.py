@@ -14,7 +14,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from ..core.errors import UserError
-from .adapter import STRIDES, AdapterSize, ClasslessViT, Features, Pyramid, ViTAdapter, pad_to_stride
+from .adapter import STRIDES, ClasslessViT, Features, Pyramid, ViTAdapter, pad_to_stride
 from .backbone import is_plain
 from .checkpoints import Checkpoint, require_same_architecture
 from .hierarchy import Hierarchy
@@ -56,6 +56,7 @@ class NativePyramid(Pyramid):
         heads = {name.split(".")[0] for name in classifier_names(backbone.pretrained_cfg)}
         for name in heads:  # timm's pruning keeps parts of some heads, such as ConvNeXt's norm
             setattr(backbone, name, nn.Identity())
+        # keys of the classifier that `load_backbone` leaves out
         self._removed = before - set(backbone.state_dict())
         self._heads = tuple(f"{name}." for name in heads)
         self.norms = nn.ModuleList(LayerNorm2d(channels, eps=EPS) for channels in self.channels)
@@ -107,7 +108,6 @@ def build_pyramid(
     final_norm: bool = False,
     drop_path_rate: float = 0.0,
     freeze_backbone: bool = False,
-    size: AdapterSize | None = None,
 ) -> Pyramid:
     """Build the pyramid of a registered backbone: a plain one with a ViT-Adapter, a hierarchical one from its maps.
 
@@ -116,7 +116,7 @@ def build_pyramid(
         options: further arguments of the backbone, among them the `img_size` of its training if not the default.
         drop_path_rate: rate of the backbone's last block, to which the rates rise linearly from 0, and of the adapter's
             extractors.
-        features, size: see `ViTAdapter`; a hierarchical backbone uses neither.
+        features: see `ViTAdapter`; a hierarchical backbone does not use it.
         final_norm: see `ViTAdapter`; the maps of a hierarchical backbone have norms of their own.
         freeze_backbone: see `Pyramid`.
 
@@ -130,8 +130,13 @@ def build_pyramid(
         if isinstance(model, VisionTransformer):
             model = ClasslessViT(model)
         if is_plain(model):
-            adapter = {"features": features, "final_norm": final_norm, "drop_path_rate": drop_path_rate, "size": size}
-            pyramid = ViTAdapter(model, freeze_backbone=freeze_backbone, **adapter)
+            pyramid = ViTAdapter(
+                model,
+                features=features,
+                final_norm=final_norm,
+                drop_path_rate=drop_path_rate,
+                freeze_backbone=freeze_backbone,
+            )
         elif final_norm:
             raise ValueError("its maps have norms of their own; leave out final_norm")
         else:

@@ -16,7 +16,7 @@ from ..core.errors import did_you_mean
 
 # sizes that some models divide by, while others build a model without blocks
 _POSITIVE = "depth", "embed_dim", "num_heads", "patch_size", "in_chans", "in_channels", "mlp_ratio"
-_DENOISERS: dict[str, Callable[..., nn.Module]] = {}
+_DENOISERS: dict[str, Callable[..., nn.Module]] = {}  # name -> function that builds the denoiser
 
 
 def register_denoisers(model_class: type[nn.Module], sizes: Mapping[str, Mapping[str, Any]]) -> None:
@@ -67,9 +67,8 @@ def build_model(name: str, *, img_size: int | tuple[int, int] | None = None, **o
                 raise
             model = create(**options)
     except (TypeError, ValueError, AssertionError, ArithmeticError) as error:
-        given = {
-            key: value for key, value in (size | options).items() if key != "pretrained_cfg_overlay"
-        }  # has tensors
+        # the overlay holds the tensors of a file
+        given = {key: value for key, value in (size | options).items() if key != "pretrained_cfg_overlay"}
         raise ValueError(f"{name}: cannot be built with {given}: {error}") from None
     model.built_from = name, size | options
     return model

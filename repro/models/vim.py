@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from timm.layers import DropPath, lecun_normal_
 from torch import Tensor, nn
 
+from kernels.dispatch import compute_dtype
 from kernels.selective_scan import selected_backend, selective_scan_bidir
 
 from .as_built import Built, are_as_built, built_conv
@@ -32,26 +33,36 @@ from .backbone import (
 )
 from .image_model import Grid, init_linear
 
-STATE_DIM = 16
-CONV_KERNEL = 4
-EXPAND = 2
-EPS = 1e-5
+STATE_DIM = 16  # N
+CONV_KERNEL = 4  # tokens
+EXPAND = 2  # E/D
+EPS = 1e-5  # of all norms
 PAPER_SCAN_MACS = 18  # multiply-adds per token, channel and state of both directions, in Eq. 13 of Vision-TTT
+# the layers as built, by their names in the mixer; `are_as_built` compares with them
 _CONVS = dict.fromkeys(("conv1d", "conv1d_b"), built_conv(nn.Conv1d, CONV_KERNEL, 0, bias=True))
 _PROJECTIONS = dict.fromkeys(("x_proj", "x_proj_b"), Built((nn.Linear,), False))
 _PROJECTIONS |= dict.fromkeys(("dt_proj", "dt_proj_b"), Built((nn.Linear,), True))
-STEP_SIZES = 1e-3, 0.1  # range of the log-uniform initial Δ of the forward direction
+_STEP_SIZES = 1e-3, 0.1  # range of the log-uniform initial step sizes of a scan
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
     """Cast x to fp32 if its precision is lower; the residual stream and the norms need it."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.to(compute_dtype(x.dtype))
+
+
+@torch.no_grad()
+def init_step_bias(bias: Tensor) -> None:
+    """Draw a bias of the step size, so that softplus of it is log-uniform in `_STEP_SIZES`, as in Mamba."""
+    low, high = (math.log(size) for size in _STEP_SIZES)
+    size = torch.empty_like(bias).uniform_(low, high).exp_().clamp_(min=1e-4)
+    bias.copy_(size + torch.log(-torch.expm1(-size)))  # softplus⁻¹(size)
 
 
 class RMSNorm(nn.RMSNorm):
     """x · rsqrt(mean(x²) + eps) · weight, computed in at least fp32 and returned in the dtype of the weight."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map (..., D), D the normalised width, to the same shape."""
         weight = at_least_fp32(self.weight)
         return F.rms_norm(at_least_fp32(x).to(weight.dtype), self.normalized_shape, weight, self.eps).to(
             self.weight.dtype
@@ -90,9 +101,7 @@ class VimMixer(nn.Module):
         The step size of the backward direction starts at softplus(0) = 0.69, as in the official release. There the
         general rule zeroes this bias, and only the bias of the forward direction is exempt.
         """
-        low, high = (math.log(size) for size in STEP_SIZES)
-        size = torch.empty_like(self.dt_proj.bias).uniform_(low, high).exp_().clamp_(min=1e-4)
-        self.dt_proj.bias.copy_(size + torch.log(-torch.expm1(-size)))  # softplus⁻¹(size)
+        init_step_bias(self.dt_proj.bias)
         nn.init.uniform_(self.dt_proj.weight, -(self.rank**-0.5), self.rank**-0.5)
         nn.init.zeros_(self.dt_proj_b.bias)
         for rates in (self.A_log, self.A_b_log):
@@ -155,7 +164,7 @@ class VimBlock(nn.Module):
         super().__init__()
         self.mixer = VimMixer(dim, depth)
         self.norm = RMSNorm(dim, eps=EPS)
-        self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+        self.drop_path = DropPath(drop_path)
 
     def forward(self, tokens: Tensor, grid: Grid) -> Tensor:
         """Map tokens (B, T, D) to (B, T, D); the scan ignores the grid."""

@@ -23,7 +23,7 @@ from .inner import InnerLoop, learn
 from .shell import NANO_PATCH16_144, ClassFreeViT, build_cpe, require_choice
 
 INNER_SCALE = 1 / 3  # scale s of both inner losses, independent of the head dimension
-_SHARED: dict[str, Any] = {"scale": INNER_SCALE, "damping": True}
+_SHARED: dict[str, Any] = {"scale": INNER_SCALE, "damping": True}  # options of most inner loops here
 # inner loops of the heads by step of the ablation chain; `own` is ViT3. In V1 the gate SiLU(x w2) is static, so w1
 # alone learns, from values v ⊙ SiLU(k w2). V6 removes the damping, which ViT3 has in place of LaCT's Muon. In `as_run`
 # the value is v ⊙ (k w1): the paper's code keeps that line of the gated unit. Without `as_run`, the step is the
@@ -59,7 +59,6 @@ class InnerTraining(nn.Module):
         num_heads: heads of the gated linear unit; the convolution is as wide as one head.
         step: a name of `STEPS`, the inner loop of the heads.
         inner_steps: inner steps of heads and convolution.
-        loop: an inner loop of the heads that replaces that of the step.
 
     Raises:
         ValueError: a width that is not a multiple of the heads.
@@ -68,14 +67,12 @@ class InnerTraining(nn.Module):
     # an attribute, so that a probe can replace it on one layer; called with positional arguments, as the probes expect
     learn = staticmethod(learn)
 
-    def __init__(
-        self, dim: int, num_heads: int, step: str = "own", inner_steps: int = 1, *, loop: InnerLoop | None = None
-    ):
+    def __init__(self, dim: int, num_heads: int, step: str = "own", inner_steps: int = 1):
         super().__init__()
         if dim % num_heads:
             raise ValueError(f"embed_dim {dim} is not a multiple of num_heads {num_heads}")
         self.num_heads, self.head_dim, self.step = num_heads, dim // num_heads, step
-        self.loop = dataclasses.replace(loop or STEPS[step], epochs=inner_steps)
+        self.loop = dataclasses.replace(STEPS[step], epochs=inner_steps)
         # `step` and `loop` are those of the heads; the convolution takes only `q_is_k` from them
         self.conv_loop = InnerLoop(model="dwconv", epochs=inner_steps, q_is_k=self.loop.q_is_k, **_SHARED)
         d = self.head_dim
@@ -176,7 +173,7 @@ class ViT3(ClassFreeViT):
         require_choice("step", step, tuple(STEPS))
 
         def build_mixer(dim: int) -> tuple[nn.Module, nn.Conv2d]:
-            cpe = build_cpe(dim)
+            cpe = build_cpe(dim)  # first, because recorded trainings depend on the order of the random draws
             return InnerTraining(dim, num_heads, step, inner_steps), cpe
 
         super().__init__(build_mixer, num_heads=num_heads, positions="none", **kwargs)

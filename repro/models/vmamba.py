@@ -7,12 +7,11 @@ Shape suffixes: B images, L = h·w positions, C width of a stage, E channels of 
 the step size's projection. Inside a stage, maps are (B, h, w, C).
 """
 
-import math
 import re
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -21,16 +20,16 @@ from torch import Tensor, nn
 
 from kernels.selective_scan import selected_backend, selective_scan_routes
 
-from .backbone import register_sizes, rename_keys
-from .hierarchy import Hierarchy, Stage
-from .image_model import Grid, init_linear
-from .vim import STEP_SIZES, at_least_fp32
+from .backbone import register_sizes
+from .hierarchy import Hierarchy, Stage, rename_by_pattern
+from .image_model import Grid
+from .vim import at_least_fp32, init_step_bias
 
-STATE_DIM = 1
-MLP_RATIO = 4
-EPS = 1e-5
+STATE_DIM = 1  # N
+MLP_RATIO = 4  # hidden width of an MLP as a multiple of C
+EPS = 1e-5  # of all norms
 # routes: rows, columns, reversed rows, reversed columns; that is two sequences, each scanned in both directions. They
-# must alternate: `SS2D.forward` and `add_routes` split the routes so
+# must alternate: `SS2D.forward` and `_add_routes` split the routes so
 REVERSE = (False, False, True, True)
 ROUTES, SEQUENCES = 4, 2
 
@@ -65,13 +64,11 @@ class SS2D(nn.Module):
         """Initialise the parameters of the scan; the convolution keeps PyTorch's default.
 
         The projections of the scan are plain parameters. As Linear layers they would lose these values to
-        `VMamba.init_weights`, which also sets biases to 0.
+        `Hierarchy.init_weights`, which also sets biases to 0.
         """
         for weight, fan_in in ((self.x_proj_weight, self.inner), (self.dt_projs_weight, self.rank)):
             nn.init.uniform_(weight, -(fan_in**-0.5), fan_in**-0.5)
-        low, high = (math.log(size) for size in STEP_SIZES)
-        size = torch.empty_like(self.dt_projs_bias).uniform_(low, high).exp_().clamp_(min=1e-4)
-        self.dt_projs_bias.copy_(size + torch.log(-torch.expm1(-size)))  # softplus⁻¹(size)
+        init_step_bias(self.dt_projs_bias)
         nn.init.zeros_(self.A_logs)  # log of the state index, which is 1
         nn.init.ones_(self.Ds)
 
@@ -80,9 +77,10 @@ class SS2D(nn.Module):
         B, h, w, _ = x.shape
         E, N, R, L = self.inner, STATE_DIM, self.rank, h * w
         v = F.silu(self.conv2d(self.in_proj(x).permute(0, 3, 1, 2)).permute(0, 2, 3, 1))
-        u_BL2E = to_sequences(v)
+        u_BL2E = _to_sequences(v)
         rows = u_BL2E.view(B * L, SEQUENCES, E).transpose(0, 1)
-        # one product for both routes of a sequence; the result is then reordered by route, as in REVERSE
+        # one product for both routes of a sequence, by weights (2, 2·(R + 2N), E); `parts` (K, B·L, R + 2N) is then in
+        # the order of REVERSE
         weight = self.x_proj_weight.unflatten(0, (-1, SEQUENCES)).transpose(0, 1).flatten(1, 2)
         parts = torch.bmm(rows, weight.mT).unflatten(-1, (-1, R + 2 * N)).permute(2, 0, 1, 3).flatten(0, 1)
         low, B_rows, C_rows = parts.split((R, N, N), dim=-1)
@@ -93,20 +91,21 @@ class SS2D(nn.Module):
         # full precision, because fp16 overflows before the norm
         options = {"reverse": REVERSE, "full_precision": True, "backend": self.backend}
         y = selective_scan_routes(u_BL2E, delta, A, B_BLKN, C_BLKN, skip, None, bias, **options)
+        # the norm's own dtype, or the scan's if the norm was replaced by a layer without parameters
         dtype = next(self.out_norm.parameters(), self.Ds).dtype
-        return self.out_proj(self.out_norm(add_routes(y, (h, w)).to(dtype)).to(v.dtype))
+        return self.out_proj(self.out_norm(_add_routes(y, (h, w)).to(dtype)).to(v.dtype))
 
     def selected_backend(self, dtype: torch.dtype) -> str:
         """Return the backend of the selective scan that runs here for activations of `dtype`."""
         return selected_backend(self.backend, self.A_logs.device, state_dim=STATE_DIM, dtype=dtype)
 
 
-def to_sequences(x: Tensor) -> Tensor:
+def _to_sequences(x: Tensor) -> Tensor:
     """Flatten a map (B, h, w, E) row-major and column-major: (B, L, 2, E)."""
     return torch.stack((x.flatten(1, 2), x.transpose(1, 2).flatten(1, 2)), 2)
 
 
-def add_routes(y: Tensor, grid: Grid) -> Tensor:
+def _add_routes(y: Tensor, grid: Grid) -> Tensor:
     """Sum the routes' outputs (B, L, K, E), each in the order of its sequence, on the grid: (B, h, w, E)."""
     by_rows, by_columns = y.unflatten(2, (-1, SEQUENCES)).sum(2).unbind(2)
     return by_rows.unflatten(1, grid) + by_columns.unflatten(1, grid[::-1]).transpose(1, 2)
@@ -121,7 +120,7 @@ class VMambaBlock(nn.Module):
         self.mixer = SS2D(dim, expand)
         self.norm2 = nn.LayerNorm(dim, eps=EPS)
         self.mlp = Mlp(dim, MLP_RATIO * dim)
-        self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+        self.drop_path = DropPath(drop_path)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, h, w, C) to the same shape."""
@@ -145,6 +144,17 @@ class VMamba(Hierarchy):
         kwargs: see `Hierarchy`.
     """
 
+    param_patterns: ClassVar = {
+        "stem": r"^patch_embed\.conv",
+        "downsampling": r"\.downsample\.conv\.",
+        "layer_norms": "norm",
+        "projections": r"\.mixer\.(in|out)_proj\.",
+        "depthwise": r"\.mixer\.conv2d\.",
+        "scan": r"\.mixer\.(x_proj|dt_proj|A_log|D)",
+        "mlp": r"\.mlp\.",
+        "head": r"^head\.",
+    }
+
     def __init__(self, *, expand: int = 2, **kwargs: Any):
         super().__init__(**kwargs)
         self.expand = expand
@@ -166,37 +176,10 @@ class VMamba(Hierarchy):
         self.norm = LayerNorm2d(self.num_features, eps=EPS)
         self.init_weights()
 
-    def init_weights(self) -> None:
-        """Initialise Linear trunc_normal 0.02, biases 0; not convolutions and scans."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                init_linear(module)
-
-    def param_terms(self) -> dict[str, int]:
-        """Return named counts that add up to the model's parameters."""
-        C, K, N = self.widths[0], ROUTES, STATE_DIM
-        terms = {"stem": 9 * self.in_chans * (C // 2) + C // 2 + 9 * (C // 2) * C + C}
-        terms |= dict.fromkeys(("downsampling", "layer_norms", "projections", "depthwise", "scan", "mlp"), 0)
-        terms["layer_norms"] = 2 * (C // 2) + 2 * C + 2 * self.num_features
-        for C, depth in zip(self.widths, self.depths, strict=True):
-            E, R = self.expand * C, -(-C // 16)
-            terms["projections"] += depth * 2 * C * E
-            terms["depthwise"] += depth * 9 * E
-            terms["scan"] += depth * K * E * (R + 2 * N + R + 1 + N + 1)  # to low, B and C; to the step, its bias; A, D
-            terms["layer_norms"] += depth * (4 * C + 2 * E)
-            terms["mlp"] += depth * (2 * MLP_RATIO * C * C + (MLP_RATIO + 1) * C)
-        for before, C in pairwise(self.widths):
-            terms["downsampling"] += (9 * before + 1) * C
-            terms["layer_norms"] += 2 * C
-        return terms | {"head": self.num_classes * (self.num_features + 1)}
-
     def mac_terms(self, image_size: Grid) -> dict[str, int]:
         """Return named counts of multiply-adds for one image of (H, W) pixels; the scan has 4 per state and route."""
         sizes, layers = self._layer_macs(image_size)
-        scanned = sum(
-            L * depth * ROUTES * self.expand * C for L, depth, C in zip(sizes, self.depths, self.widths, strict=True)
-        )
-        return layers | {"scan": 4 * scanned * STATE_DIM}
+        return layers | {"scan": 4 * self._count_scanned(sizes) * STATE_DIM}
 
     def paper_mac_terms(self, image_size: Grid) -> dict[str, int]:
         """Return the counts by fvcore's convention, which the authors and Table 1 use for VMamba's FLOPs.
@@ -205,20 +188,25 @@ class VMamba(Hierarchy):
         pooling 1, and the scan 9·N + 1 per position, channel and route.
         """
         sizes, layers = self._layer_macs(image_size)
-        C, half = self.widths[0], tuple(-(-side // 2) for side in image_size)
-        normed = half[0] * half[1] * (C // 2) + sizes[0] * C + sizes[-1] * self.num_features
-        scanned = 0
-        for L, depth, C in zip(sizes, self.depths, self.widths, strict=True):
-            E = self.expand * C
-            normed += L * depth * (2 * C + E)
-            scanned += L * depth * ROUTES * E
+        C, (height, width) = self.widths[0], (-(-side // 2) for side in image_size)
+        # outputs of the LayerNorms of the stem, the downsampling, the blocks (the third one of E channels) and the end
+        normed = height * width * (C // 2) + sizes[0] * C
         normed += sum(L * C for L, C in zip(sizes[1:], self.widths[1:], strict=True))
-        own = {
-            "scan": (9 * STATE_DIM + 1) * scanned,
+        normed += sum(
+            L * depth * (2 + self.expand) * C for L, depth, C in zip(sizes, self.depths, self.widths, strict=True)
+        )
+        normed += sizes[-1] * self.num_features
+        return layers | {
+            "scan": (9 * STATE_DIM + 1) * self._count_scanned(sizes),
             "layer_norm": 5 * normed,
             "pooling": sizes[-1] * self.num_features,
         }
-        return layers | own
+
+    def _count_scanned(self, sizes: Sequence[int]) -> int:
+        """Count the scanned elements of an image, over positions, channels, routes and blocks; see `_layer_macs`."""
+        return sum(
+            L * depth * ROUTES * self.expand * C for L, depth, C in zip(sizes, self.depths, self.widths, strict=True)
+        )
 
     def _layer_macs(self, image_size: Grid) -> tuple[list[int], dict[str, int]]:
         """Return the positions of each stage, and the multiply-adds of convolutions and linear layers."""
@@ -239,12 +227,13 @@ class VMamba(Hierarchy):
 
 
 def _downsampling(before: int, after: int) -> nn.Sequential:
+    """Build the layers between two stages, by their widths: a 3x3 convolution of stride 2, and a norm."""
     return nn.Sequential(
         OrderedDict(conv=nn.Conv2d(before, after, 3, stride=2, padding=1), norm=LayerNorm2d(after, eps=EPS))
     )
 
 
-# official names by pattern -> ours; only the first pattern that matches is replaced, so the general one comes last
+# official names -> ours, for `rename_by_pattern`
 _RENAMED = {
     r"^patch_embed\.0\.": "patch_embed.conv1.",
     r"^patch_embed\.2\.": "patch_embed.norm1.",
@@ -262,24 +251,18 @@ _LINEAR = re.compile(r"\.(in_proj|out_proj|fc1|fc2)\.weight$")
 
 
 def official_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename an official state dict; unknown keys are kept, so that a strict load reports them.
+    """Rename an official state dict.
 
     Linear layers that the file stores as 1x1 convolutions (out, in, 1, 1) become (out, in).
     """
-
-    def rename(key: str) -> str:
-        pattern = next((pattern for pattern in _RENAMED if re.match(pattern, key)), "^")
-        return re.sub(pattern, _RENAMED.get(pattern, ""), key)
-
-    def is_conv(key: str, value: Tensor) -> bool:
-        return _LINEAR.search(key) is not None and value.shape[2:] == (1, 1)
-
-    found = rename_keys(state_dict, rename)
-    return {key: value[..., 0, 0] if is_conv(key, value) else value for key, value in found.items()}
+    found = rename_by_pattern(state_dict, _RENAMED)
+    return {
+        key: value[..., 0, 0] if _LINEAR.search(key) and value.shape[2:] == (1, 1) else value
+        for key, value in found.items()
+    }
 
 
-_STAGES = {"out_indices": 4}  # by default `features_only` gives the maps of all stages
-_SMALL = {**_STAGES, "widths": (96, 192, 384, 768)}
+_SMALL = {"widths": (96, 192, 384, 768)}
 register_sizes(
     VMamba,
     {
@@ -287,15 +270,9 @@ register_sizes(
         "vmamba_tiny_224": {**_SMALL, "depths": (2, 2, 8, 2), "expand": 1},
         "vmamba_small_224": {**_SMALL, "depths": (2, 2, 15, 2)},  # 50.148 M; `s2l15`, drop path 0.3
         # 88.558 M; `s2l15`, drop path 0.6
-        "vmamba_base_224": {**_STAGES, "widths": (128, 256, 512, 1024), "depths": (2, 2, 15, 2)},
+        "vmamba_base_224": {"widths": (128, 256, 512, 1024), "depths": (2, 2, 15, 2)},
         # for tests and the embedded data sets: grids of 36, 18, 9 and 5 positions a side
-        "vmamba_nano_144": {
-            **_STAGES,
-            "img_size": 144,
-            "widths": (16, 32, 64, 128),
-            "depths": (1, 1, 2, 1),
-            "expand": 1,
-        },
+        "vmamba_nano_144": {"img_size": 144, "widths": (16, 32, 64, 128), "depths": (1, 1, 2, 1), "expand": 1},
     },
     first_conv="patch_embed.conv1",
 )

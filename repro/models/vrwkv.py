@@ -22,13 +22,13 @@ from kernels.bi_wkv import bi_wkv, selected_backend
 from .backbone import Backbone, register_sizes, rename_prefixes, resample_positions
 from .image_model import Grid, init_linear
 
-EPS = 1e-5
+EPS = 1e-5  # of all norms
 PAPER_WKV_MACS = 29  # multiply-adds of Bi-WKV per token and channel, as the authors count them
 SHIFT_PARTS = 4  # Q-Shift takes a quarter of the channels each from the left, right, upper and lower neighbour
 
 
 def q_shift(tokens: Tensor, grid: Grid) -> Tensor:
-    """Shift tokens (B,T,C) on an (h, w) grid: each quarter of the channels comes from one neighbour.
+    """Shift tokens (B,T,C), row-major on an (h, w) grid: each quarter of the channels comes from one neighbour.
 
     Quarter j has the channels ⌊jC/4⌋ to ⌊(j+1)C/4⌋; the quarters come from the left, right, upper and lower neighbour.
     The grid is zero-padded.
@@ -133,7 +133,7 @@ class VRWKVBlock(nn.Module):
         self.att, self.ffn = SpatialMix(dim, layer, depth), ChannelMix(dim, layer, depth)
         if post_norm:
             self.gamma1, self.gamma2 = nn.Parameter(torch.empty(dim)), nn.Parameter(torch.empty(dim))
-        self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+        self.drop_path = DropPath(drop_path)
 
     def forward(self, tokens: Tensor, grid: Grid) -> Tensor:
         """Map tokens (B,T,C), row-major on an (h, w) grid, to (B,T,C)."""

@@ -28,7 +28,7 @@ from ..core.record import atomic
 from .backbone import rename_keys
 from .reading import UNNAMED_READING, Reading
 
-State = Mapping[str, Tensor]
+State = Mapping[str, Tensor]  # tensors by name, as of `state_dict`
 
 # a single metadata key, because safetensors writes several keys in an order that varies from run to run
 METADATA_KEY = "vision_ttt_repro"
@@ -80,7 +80,9 @@ def save_weights(
         "options": options,
         "preprocessing": preprocessing,
         "classes": classes,
-    } | ({"task": task} if task else {})
+    }
+    if task:
+        metadata["task"] = task
     if (reading := next((m.reading for m in model.modules() if hasattr(m, "reading")), None)) is not None:
         metadata["reading"] = dataclasses.asdict(reading)
     state = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
@@ -143,7 +145,10 @@ def require_sound(state: State, where: Path | str) -> None:
 
 
 def translate_official(state: State, module: str) -> dict[str, Tensor]:
-    """Translate an official state dict by `official_state_dict` of its family; UserError if there is none."""
+    """Translate an official state dict by `official_state_dict` of its family; UserError if there is none.
+
+    `module` is the name of the family's module, see `registry.family_module`.
+    """
     translate = getattr(sys.modules[module], "official_state_dict", None)
     if translate is None:
         raise UserError("no official weights are known for this family")
@@ -206,6 +211,7 @@ def require_finite_outputs(model: nn.Module, where: Path | str) -> None:
     """Make a model raise a UserError that names its weights, `where`, if its outputs are not finite."""
 
     def check(module: nn.Module, inputs: Any, output: Tensor | Sequence[Tensor]) -> None:
+        """Check one output of a classifier, or the feature maps of a pyramid."""
         if not all(each.isfinite().all() for each in ([output] if isinstance(output, Tensor) else output)):
             raise UserError(f"{where}: gives scores that are not finite; the weights are of a training that went wrong")
 
@@ -232,11 +238,12 @@ def adapt_to_size(model: nn.Module, state: State, trained_size: tuple[int, int])
 
 
 def _resample_positions(model: nn.Module, state: State, trained_size: tuple[int, int]) -> dict[str, Tensor]:
+    """Compute `adapt_to_size` for one of this project's families; a table of another length stays unchanged."""
     embedding = state.get("pos_embed")
     before, after = model.grid_of(*trained_size), model.grid_size
     if embedding is None or before == after:
         return dict(state)
-    num_prefixes = model.pos_embed.shape[1] - after[0] * after[1]
+    num_prefixes = model.pos_embed.shape[1] - after[0] * after[1]  # rows of class tokens
     if embedding.ndim != 3 or embedding.shape[1] != before[0] * before[1] + num_prefixes:
         return dict(state)
     return {**state, "pos_embed": model.resample_table(embedding, before, after)}

@@ -9,7 +9,7 @@ import repro.models  # noqa: F401
 from kernels import ttt_linear, ttt_linear_bidir
 from kernels.ttt_linear.reference import Arguments
 from repro.inference.inner import OverrideTTTLinear
-from repro.inference.probes import InnerLosses, Probe, change_options, has_inner_loop, inner_loop
+from repro.inference.probes import InnerLosses, Probe, change_options, inner_loop, is_rebuilt
 from repro.models import lact, vit3
 from repro.models.registry import build_model
 from tests.models.helpers import shaken
@@ -70,7 +70,7 @@ def test_steps_lower_the_inner_loss_and_ascent_raises_it(arguments):
     probes = [Probe(name) for name in ("steps=4", "steps=1", "ascent")]
     for probe in probes:
         probe(arguments, run)
-    (_, after_four), (before_one, after_one), (before_ascent, after_ascent) = (probe.inner_losses() for probe in probes)
+    (_, after_four), (before_one, after_one), (before_ascent, after_ascent) = (probe.losses.means() for probe in probes)
     assert after_four < after_one < before_one and before_ascent < after_ascent
 
 
@@ -85,7 +85,7 @@ def test_a_model_without_inner_learner_has_nothing_to_probe():
     with torch.no_grad(), OverrideTTTLinear(probe):
         timm.create_model("deit_nano_patch16_144").eval()(torch.zeros(1, 3, 144, 144))
     with pytest.raises(ValueError, match="no inner learner"):
-        probe.inner_losses()
+        probe.losses.means()
 
 
 def build(name: str, **options) -> torch.nn.Module:
@@ -106,7 +106,7 @@ def observe(model: torch.nn.Module, layer: torch.nn.Module) -> tuple[torch.Tenso
         with losses.observe(model):
             found = model(images)
         assert torch.equal(found, model(images))
-    return seen[0], losses.means
+    return seen[0], losses.means()
 
 
 def test_the_losses_of_vit3_are_those_of_its_heads():
@@ -150,5 +150,5 @@ def test_a_probe_changes_one_option():
 
 
 def test_only_ladders_are_probed_here():
-    assert has_inner_loop("lact_tiny_patch16_224") and has_inner_loop("ladder_vit3_base_patch16_224")
-    assert not has_inner_loop("ladder_vittt_tiny_patch16_224") and not has_inner_loop("vit3_tiny_patch16_224")
+    assert is_rebuilt("lact_tiny_patch16_224") and is_rebuilt("ladder_vit3_base_patch16_224")
+    assert not is_rebuilt("ladder_vittt_tiny_patch16_224") and not is_rebuilt("vit3_tiny_patch16_224")

@@ -40,7 +40,7 @@ def test_parameters_as_published(size, width, own):
         with torch.device("meta"):
             shell = f"vit_{size}" if (family, size) == ("t5", "base") else size
             adapter = build_pyramid(f"{family}_{shell}_patch16_224")
-        assert adapter.embed_dim == width and count(adapter) - count(adapter.backbone) == own
+        assert adapter.channels == (width,) * 4 and count(adapter) - count(adapter.backbone) == own
         totals[family] = count(adapter)
     published = {"tiny": (9_227_924, 8.40, 7_966_640), "small": (31_809_368, 29.26, 27_503_888)}
     published["base"] = 115_239_152, 106.56, 99_495_392
@@ -219,7 +219,7 @@ def test_maps_are_tokens_prior_and_patches_added(family, features, final_norm):
 )
 def test_each_parameter_of_a_vit_has_a_gradient_and_no_removed_key(name, options):
     """Several ranks wait for the gradient of each parameter."""
-    adapter = build_pyramid(name, options={**options, "embed_dim": 32, "num_heads": 1, "depth": 4}, size=SIZE).train()
+    adapter = build_pyramid(name, options={**options, "embed_dim": 64, "num_heads": 1, "depth": 4}).train()
     sum(level.square().sum() for level in adapter(torch.randn(1, 3, 64, 64))).backward()
     assert [name for name, weight in adapter.trunk.named_parameters() if weight.grad is None] == []
     assert [key for key in adapter.trunk.state_dict() if adapter.is_removed(key)] == []

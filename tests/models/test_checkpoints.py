@@ -41,7 +41,6 @@ def test_a_file_of_this_project_names_everything_itself(tmp_path):
     for found in (open_weights(path), open_weights(path, model=NANO)):
         assert (found.name, found.model, found.task, found.path) == (NANO, NANO, None, path)
         assert found.options == {"chunk_size": 8, "num_classes": 10, "img_size": 144}
-        assert found.size_option == {"img_size": 144}
         assert found.facts == {"options": {"chunk_size": 8}}
         assert found.classes[9] == "class 9" and found.num_classes == 10
         assert found.preprocessing == PREPROCESSING and found.image_size == 144

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from repro.models.adapter import AdapterSize
 from repro.models.pyramid import build_pyramid
 from tests.models.helpers import nano
 
@@ -132,7 +131,7 @@ def test_the_start_of_every_parameter(family, options, rules):
 
 def test_the_start_of_an_adapter():
     torch.manual_seed(0)
-    adapter = build_pyramid("vit3_nano_patch16_144", size=AdapterSize(num_heads=4, prior_channels=32))
+    adapter = build_pyramid("vit3_nano_patch16_144")
     check_start(adapter, ADAPTER)
 
 

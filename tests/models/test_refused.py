@@ -95,7 +95,7 @@ READINGS = [
 DENOISERS = [
     ("dit3_smal_patch2", {}, "no such denoiser; did you mean 'dit3_small_patch2'"),
     ("vit3_nano_patch16_144", {}, "not a denoiser"),
-    ("dit3_nano_patch4", {"mixer": "tt"}, "mixer 'tt' is not softmax, ttt or t5"),
+    ("dit3_nano_patch4", {"mixer": "tt"}, "mixer 'tt': not known; did you mean 'ttt'?"),
     ("dit_nano_patch4", {"embed_dim": 50}, "embed_dim 50 is not a multiple of num_heads 2 and of 4"),
 ]
 SIZED = [VITTT, "study_nano_patch16_144", "vim_nano_patch16_144", "deit_nano_patch16_144", "dit_nano_patch4"]

@@ -67,7 +67,8 @@ def test_the_head_is_taken_off_and_pooling_is_chosen(name):
 def test_class_tokens_of_vittt_are_timms_token():
     model = build("vittt_nano_patch16_144", global_pool="token")
     image = draw(model)
-    patches, prefix = model.get_intermediate_layers(image, 1, return_prefix_tokens=True, norm=True)[0]
+    asked = {"indices": 1, "return_prefix_tokens": True, "norm": True, "output_fmt": "NLC"}
+    ((patches, prefix),) = model.forward_intermediates(image, **asked, intermediates_only=True)
     torch.testing.assert_close(model.forward_head(model.forward_features(image), pre_logits=True), prefix.mean(1))
     assert patches.shape == (2, 81, 64) and prefix.shape == (2, 1, 64)
 
@@ -92,11 +93,8 @@ def test_intermediate_layers(name):
     image = draw(model)
     maps = model.forward_intermediates(image, indices=2, intermediates_only=True)
     tokens = model.forward_intermediates(image, indices=2, intermediates_only=True, output_fmt="NLC")
-    for found in (tokens, model.get_intermediate_layers(image, 2)):
-        for a, b in zip(found, maps, strict=True):
-            torch.testing.assert_close(a, b.flatten(2).mT)
-    for a, b in zip(model.get_intermediate_layers(image, 2, reshape=True), maps, strict=True):
-        torch.testing.assert_close(a, b)
+    for a, b in zip(tokens, maps, strict=True):
+        torch.testing.assert_close(a, b.flatten(2).mT)
 
 
 @each_own

@@ -116,8 +116,8 @@ class DenseSpec(TaskSpec):
         checkpoint = open_weights(init, model=params.model) if init else None
         options = dict(params.options)
         # the position embedding must have the length of the checkpoint's training image size
-        if checkpoint is not None:
-            options |= checkpoint.size_option
+        if checkpoint is not None and "img_size" in checkpoint.options:
+            options["img_size"] = checkpoint.options["img_size"]
         asked = {
             "final_norm": params.final_norm,
             "drop_path_rate": params.drop_path,
