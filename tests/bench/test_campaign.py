@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,11 +14,11 @@ from repro.bench import campaign
 from repro.bench.campaign import CAMPAIGN, CampaignStep, run_campaign
 from repro.bench.params import SweepParams
 from repro.core.errors import RunError, UserError
-from repro.core.paths import Paths, find_root
+from repro.core.paths import Paths
 from repro.core.record import read_json, write_json
 from repro.runs import cells
 from repro.runs.job import build_job
-from tests.conftest import run_python
+from tests.conftest import ROOT, run_python
 
 
 def act(name, paths, minutes, began):
@@ -173,7 +172,7 @@ def test_a_training_is_timed(checkout, monkeypatch):
     assert (cell.runtime.peak_tflops, len(cell.params.seeds)) == (989.4, 2)
     assert cell.runtime.data_roots == {"digits": "data/digits"}
     digits = "prepare_data/digits"
-    shutil.copytree(find_root(Path(__file__).parent).results / digits, checkout.results / digits)
+    shutil.copytree(Paths(ROOT).results / digits, checkout.results / digits)
     job = build_job(dataclasses.replace(cell, runtime=dataclasses.replace(cell.runtime, device="cpu", workers=0)), 0)
     assert len(job.task.train) == 64 and job.precision == "bf16"
     job.close()

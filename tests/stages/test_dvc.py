@@ -125,7 +125,8 @@ def test_a_training_depends_on_golden_losses_in_place_of_code(stage):
 def test_the_golden_losses_are_made_anew_when_any_code_of_a_training_changes():
     """What the trainings of ten steps import; the papers' recipes are printed alone."""
     folders = tuple(f"{dep}/" for dep in definition("golden")["deps"])
-    files = import_closure(ROOT, ["repro.runs.golden"])
+    tasks = sorted(file.parent.name for file in (ROOT / "repro" / "tasks").glob("*/spec.py"))
+    files = import_closure(ROOT, ["repro.runs.golden", *(f"repro.tasks.{task}.spec" for task in tasks)])
     assert len(files) > 60 and [name for name in files if not name.startswith(folders)] == ["repro/__init__.py"]
     assert set(outs_of("golden")) == {f"results/golden/{family}.json" for family in read_cases()["families"]}
 

@@ -11,7 +11,7 @@ from repro.bench import kernels
 from repro.bench.unfinished import read_clock
 from repro.core.csvfile import read_typed_csv
 from repro.core.errors import RunError, UserError
-from repro.core.paths import find_root
+from repro.core.paths import Paths, find_root
 from repro.core.record import replace_block
 from repro.report import kernels as report
 from tests.conftest import ROOT, run_python
@@ -246,7 +246,7 @@ def test_a_commit_whose_kernels_cannot_be_timed(two_commits):
 def test_documented_tables_are_of_committed_records():
     """results/speed.md: each generated block is what the records give; `repro report` writes them."""
     page = (ROOT / report.PAGE).read_text()
-    for name, block, text in report.make_passages(find_root(ROOT)):
+    for name, block, text in report.make_passages(Paths(ROOT)):
         assert f"<!-- {block} -->\n{text}\n<!-- /{block} -->" in page, block
 
 
