@@ -144,7 +144,8 @@ def _fit(function: Callable, low: float, high: float, degree: int, kind: Any) ->
 def exp2(x: Any) -> Any:
     """Return 2ˣ to rounding, at least the smallest normal number, and infinity above the largest.
 
-    2ˣ is computed as a polynomial on [−½, ½] times a power of two. Loops alone call it: `overload` gives numba the code.
+    2ˣ is computed as a polynomial on [−½, ½] times a power of two. Only compiled loops can call it: `overload` below
+    gives numba the code.
     """
     raise NotImplementedError("numba compiles it")
 

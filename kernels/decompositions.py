@@ -55,7 +55,10 @@ def ttt_linear_by_scan(*values: Any) -> tuple[Tensor, Tensor]:
 
 
 def selective_scan_by_scan(*values: Any) -> tuple[Tensor, Tensor]:
-    """Compute the recurrence of `selective_scan.reference`, one token per step; in fp32 and fp64 `full_precision` is nothing."""
+    """Compute the recurrence of `selective_scan.reference`, one token per step.
+
+    `full_precision` changes nothing for fp32 and fp64.
+    """
     u, delta, A, B, C, D, z, delta_bias, reverse, _, _, _ = values
     u = u.repeat(1, 1, len(reverse) // u.shape[2], 1)
 

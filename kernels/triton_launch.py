@@ -31,9 +31,8 @@ CHOSEN: dict[tuple, triton.Config] = {}
 # properties for which a kernel is compiled -> (compiled kernel, its config, the places of its arguments among the given
 # ones and the config's); a launch from here saves the host the time of Triton's binder
 READY: dict[tuple, tuple[Any, triton.Config, list[int]]] = {}
-MOST_READY = (
-    4096  # entries of READY: a layout of images takes about ten; above the limit all are dropped, and found again
-)
+# entries of READY: a layout of images takes about ten; above the limit all are dropped, and found again
+MOST_READY = 4096
 # whether choices are kept on disk; they are not where several processes share a GPU, since their times mean nothing
 KEEP_CHOICES = True
 

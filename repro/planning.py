@@ -156,7 +156,7 @@ class Planner:
             if section in near and is_same and self.results.model_key(metrics, source.path) == key:
                 held = metrics["micro_batch"] == wanted["micro_batch"] and kept == keeps and section == stage
                 found.append(_measured(rate / metrics["processes"], held and metrics["peak_memory_mib"], source))
-        # rows of speed have classifiers alone: a training of another task has no `image_size`, and matches none
+        # rows of speed have classifiers alone: a dense task has no `image_size`, and a denoiser another key
         side = getattr(params.transform, "image_size", None)
         for row, source in (each for rows in self.results.speed_rows.values() for each in rows):
             if (row["mode"], row["status"], row["image_size"]) != ("train", "ok", [side, side]):

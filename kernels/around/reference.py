@@ -64,7 +64,7 @@ class GatedLinear(NamedTuple):
     """Arguments of SwiGLU's input layer with its activation.
 
     x (B,T,D), weight (2F,D) and bias (2F,): first the rows of a, SiLU's input, then those of b, its factor. The output
-    has columns of ones behind its F: the next matrix product adds its bias through the first of them.
+    has `ONES` columns of ones after its F columns: the next matrix product adds its bias through the first of them.
     """
 
     x: Tensor

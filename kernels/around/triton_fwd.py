@@ -315,7 +315,7 @@ def grid_configs(dtype: torch.dtype, width: int) -> list[triton.Config]:
 def lay_taps(x: ScanConvs) -> Tensor:
     """Return both weights as (2,4,2D), k's and then q's, without a copy where they already lie like that in memory.
 
-    They do in a frozen model, see `arrange_taps` of `repro.models.fused_launches`. Neighbouring channels of a tap are
+    They lie like that in a frozen model, see `arrange_taps` of `repro.models.fused_launches`. Neighbouring channels of a tap are
     neighbours in memory, and are loaded together.
     """
     k, q = x.k_weight.T, x.q_weight.T

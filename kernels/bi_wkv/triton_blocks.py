@@ -49,7 +49,7 @@ def load_tokens(
 
 @triton.jit
 def step(w, m, a, b, exponent, x, y):
-    """Return the state one token farther on, from (m, a, b), w and the token 2^exponent (x, y).
+    """Return the state one token further on, from (m, a, b), w and the token 2^exponent (x, y).
 
     A state stands for the sums 2^m a and 2^m b, see `triton_fwd`.
     """

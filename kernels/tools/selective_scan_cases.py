@@ -74,7 +74,7 @@ def lay_out(
 
 
 def bind(sizes: Sizes) -> Callable[..., Tensor]:
-    """Return the public operator that models call at these sizes, with its options."""
+    """Return the public operator of the backbones with two routes or more, with its options; MambaVision calls another."""
     if sizes.reverse == BOTH_DIRECTIONS and not sizes.sequences:
         return functools.partial(selective_scan_bidir, full_precision=sizes.full_precision)
     return functools.partial(selective_scan_routes, **sizes.options)

@@ -25,7 +25,7 @@ from .counter import OperatorCounter
 from .flops import Cost
 
 _SAMPLING_FIT = 660  # per patch token and channel
-# classes of modules -> (term, function of the module, its first input and its output: operations beside multiply-adds)
+# classes of modules -> (term, function of the module, its first input and its output: operations besides multiply-adds)
 _HOOKS: dict[tuple[type[nn.Module], ...], tuple[str, Callable[[nn.Module, torch.Tensor, torch.Tensor], int]]] = {
     (nn.Conv2d, nn.ConvTranspose2d): (
         "conv_bias",

@@ -60,6 +60,8 @@ def _count_row(model: str, options: Mapping[str, Any], image_size: tuple[int, in
     """Count a row of `ComplexityParams.rows`, by fvcore too if asked; a UserError names one that cannot be counted."""
     with blame(f"complexity: {row_id(model, options, image_size)}", TypeError, ValueError, AssertionError):
         if model == ADAPTER:
+            if fvcore:
+                raise ValueError("has no count by fvcore; leave `fvcore` out of this group")
             return adapted_cost(options["backbone"], image_size)
         return cost(model, options, image_size, fvcore=fvcore)
 

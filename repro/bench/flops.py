@@ -73,9 +73,11 @@ def cost(name: str, options: Mapping[str, Any], image_size: tuple[int, int], *, 
         param_terms, mac_terms = model.param_terms(), model.mac_terms(image_size)
         paper_terms = model.paper_mac_terms(image_size) if hasattr(model, "paper_mac_terms") else {}
     elif _is_vit(model):
-        param_terms, mac_terms = _vit_terms(model, image_size)
-        if sum(param_terms.values()) != num_params:  # it has further parts, such as a norm of the queries
-            param_terms, mac_terms = {}, {}
+        param_terms = _count_vit_params(model)
+        if sum(param_terms.values()) == num_params:
+            mac_terms = _count_vit_macs(model, image_size)
+        else:  # it has further parts, such as a norm of the queries
+            param_terms = {}
     if param_terms and sum(param_terms.values()) != num_params:
         raise ValueError(f"{name}: the closed form has {sum(param_terms.values())} parameters, the model {num_params}")
     macs = sum(mac_terms.values()) if mac_terms else counted_macs(model, image_size)
@@ -85,38 +87,43 @@ def cost(name: str, options: Mapping[str, Any], image_size: tuple[int, int], *, 
 
 
 def _is_vit(model: torch.nn.Module) -> bool:
-    """Tell whether a model is timm's VisionTransformer with the blocks and embeddings of `_vit_terms`; DeiT is one."""
+    """Tell whether a model is timm's VisionTransformer with the blocks and embeddings of a plain ViT; DeiT is one."""
     if type(model) is not VisionTransformer or not model.blocks:
         return False
     block = model.blocks[0]  # all blocks are built alike
     embeds = isinstance(model.patch_embed.proj, torch.nn.Conv2d) and model.pos_embed is not None
-    return embeds and type(block) is Block and type(block.mlp) is Mlp
+    # a norm after pooling takes the place of the last one, with as many parameters
+    return embeds and isinstance(model.fc_norm, torch.nn.Identity) and type(block) is Block and type(block.mlp) is Mlp
 
 
-def _vit_terms(model: VisionTransformer, image_size: tuple[int, int]) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the closed form of a plain ViT; D is the width, L the depth, N patch tokens, T all tokens."""
-    D, L = model.embed_dim, len(model.blocks)
+def _count_vit_params(model: VisionTransformer) -> dict[str, int]:
+    """Return the terms of a plain ViT's parameters; D is the width, L the depth."""
+    D, L, patches = model.embed_dim, len(model.blocks), model.patch_embed.proj
     hidden = model.blocks[0].mlp.fc1.out_features
-    patches, class_tokens = model.patch_embed.proj, model.num_prefix_tokens
-    params = {
+    return {
         "patch_embed": patches.weight.numel() + (D if patches.bias is not None else 0),
         "pos_embed": model.pos_embed.numel(),
-        "class_tokens": class_tokens * D,
+        "class_tokens": model.num_prefix_tokens * D,
         "layer_norms": L * 4 * D + 2 * D,
         "projections": L * (4 * D * D + 4 * D),
         "mlp": L * (2 * D * hidden + hidden + D),
         "head": model.num_classes * (D + 1),
     }
+
+
+def _count_vit_macs(model: VisionTransformer, image_size: tuple[int, int]) -> dict[str, int]:
+    """Return the terms of a plain ViT's multiply-adds; D, L as above, N patch tokens, T all tokens."""
+    D, L = model.embed_dim, len(model.blocks)
+    hidden = model.blocks[0].mlp.fc1.out_features
     (height, width), (patch_height, patch_width) = image_size, model.patch_embed.patch_size
     if height % patch_height or width % patch_width:
         raise ValueError(f"{height}x{width}: not a multiple of the patch size {patch_height}x{patch_width}")
     N = (height // patch_height) * (width // patch_width)
-    T = N + class_tokens
-    macs = {
-        "patch_embed": N * patches.weight.numel(),
+    T = N + model.num_prefix_tokens
+    return {
+        "patch_embed": N * model.patch_embed.proj.weight.numel(),
         "projections": L * T * 4 * D * D,
         "attention": L * 2 * T * T * D,  # Q·Kᵀ and its product with V
         "mlp": L * T * 2 * D * hidden,
         "head": D * model.num_classes,
     }
-    return params, macs

@@ -1,4 +1,4 @@
-"""What the tool fvcore counts beside multiply-adds, for `macs_g_fvcore`: ViT³'s convention for its models' FLOPs.
+"""What the tool fvcore counts besides multiply-adds, for `macs_g_fvcore`: ViT³'s convention for its models' FLOPs.
 
 fvcore counts products and convolutions as `counter` does. Its default handlers add operations for each value:
 

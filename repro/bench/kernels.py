@@ -80,7 +80,8 @@ def check_kernels(
     except ValueError as error:
         raise UserError(f"kernels check: {error}; on a CPU run TRITON_INTERPRET=1 repro kernels check") from None
     name = f"checks/{device_slug(device)}{'_interpreted' * operators.INTERPRETED}"
-    path, state = paths.speed / f"{name}.csv", Unfinished(paths, name)
+    # a call for one operator leaves an unfinished one for all as it is
+    path, state = paths.speed / f"{name}.csv", Unfinished(paths, f"{name}_{op}" if op else name)
     lines = {line["operator"]: line for line in read_typed_csv(path, CHECK_TYPES)}
     since = began or state.began
     unfinished = []
@@ -244,7 +245,9 @@ def run_bench(
         )
     device, deadline = torch.device("cuda"), _deadline(minutes)
     name = f"kernels/{device_slug(device)}"
-    path, state = paths.speed / f"{name}.csv", Unfinished(paths, name)
+    # each choice of rows is a series of its own, see `check_kernels`
+    series = "_".join([name, *([op] if op else []), *["compared"] * compared])
+    path, state = paths.speed / f"{name}.csv", Unfinished(paths, series)
     state.save()
     since, left = began or state.began, 0
     rows = {

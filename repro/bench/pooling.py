@@ -133,7 +133,8 @@ def median_interval(samples: list[float]) -> tuple[float, float] | None:
     """Return the distribution-free 95 % interval of the median: the k-th smallest and the k-th largest sample.
 
     k is the largest number with 2·P(Binomial(n, 1/2) < k) <= 5 %. For n = 10 these are the 2nd and the 9th sample. The
-    result is None for fewer than 6 samples, since even the smallest and the largest one are then too near.
+    result is None for fewer than 6 samples: between the smallest and the largest one, the median then lies with less
+    than 95 %.
     """
     n = len(samples)
     tail, k = 0.0, 0

@@ -170,7 +170,7 @@ class RowSchedule:
             self.left_out.append(spec)
             return False
         model = spec.model, spec.attention
-        if row["status"] != "ok":  # `expect` takes it that the model's other rows end alike
+        if row["status"] != "ok":  # `expect` assumes that the model's other rows end the same way
             self._statuses[model] = row["status"]
             return True
         work = self._macs_g(spec) * spec.batch_size

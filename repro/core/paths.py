@@ -9,7 +9,7 @@ from .children import ask
 from .errors import UserError
 
 # a word of a command line: an optional `--option=`, an optional `kind:`, and a path
-_WORD = re.compile(r"((?:-[A-Za-z]|--[\w-]+=)?(?:\w+:)?)(?=[~/.])(.*)", re.DOTALL)
+_WORD = re.compile(r"((?:-[A-Za-z]|--[\w-]+=)?(?:\w+:)?)(?=[~/.]|.*/\.\./)(.*)", re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Paths:
 def split_word(word: str) -> tuple[str, str]:
     """Split a word of a command line into a prefix and a path, such as `--data=folder:` and `~/pets`.
 
-    The path must begin with `~`, `/` or `.`; any other word is all prefix.
+    The path must begin with `~`, `/` or `.`, or have `..` within it; any other word is all prefix.
     """
     found = _WORD.fullmatch(word)
     return (found[1], found[2]) if found else (word, "")

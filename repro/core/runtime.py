@@ -138,7 +138,7 @@ def measure_shared_memory() -> int:
 def choose_workers(wanted: int) -> int:
     """Return the number of processes to start: `wanted`, or 0 with a message if there is no shared memory.
 
-    Processes that load data exchange locks through it, even where their batches go through pipes.
+    Processes that load data share locks in it, even where their batches go through pipes.
     """
     if wanted and measure_shared_memory() < 2**20:  # each of a dozen or more locks takes a page
         print(f"{SHM}: no shared memory; this process does the work of {wanted} workers", file=sys.stderr, flush=True)
@@ -287,7 +287,7 @@ def describe_machine() -> dict[str, Any]:
 
     Returns:
         {cpu, family_model_stepping, flags, cores, usable_cores, gpus, memory_gib}. For the processor see
-        `describe_cpu`. `usable_cores` counts the CPUs that this process may run on, `gpus` is from `gpu_names`. Memory
+        `_describe_cpu`. `usable_cores` counts the CPUs that this process may run on, `gpus` is from `gpu_names`. Memory
         is in whole GiB, so that a kernel that reserves a little more changes nothing; None comes with
         `memory_gib_reason`.
     """

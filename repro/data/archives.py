@@ -51,7 +51,7 @@ def list_members(path: Path, report: Reporter, kind: Kind, others: list[str]) ->
 def _read_members(path: Path, report: Reporter, suffixes: tuple[str, ...]) -> dict[str, tuple[int, int]]:
     """Map the names of an archive's files to their (byte offset, size), with links followed.
 
-    Files of systems are left out. Pictures that cannot be addressed so, and damage of the archive, are errors.
+    Files of operating systems are left out. Pictures without such a place, and damage of the archive, are errors.
     """
     # name -> (byte offset, size), or the target of a link; a later member replaces an earlier one of the same name, as
     # when tar unpacks it

@@ -61,6 +61,7 @@ class DataCell:
             UserError: the images differ from the manifest, or the kind is not sorted by class.
         """
         row = self.row
+        # `generated` has the settings that wrote an embedded set, or else those that cut `tune` off
         tree = scan_tree(self._find_part("folders"), row, tune=None if row.embedded else self.manifest.generated)
         verify(self.manifest, self.root, {split: tree.list_folders(split) for split in row.splits})
         return dataclasses.replace(tree, max_pixels=self.max_pixels)

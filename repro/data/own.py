@@ -42,7 +42,7 @@ class OwnData(NamedTuple):
 
     @property
     def full_name(self) -> str:
-        """Return `KIND:PATH` with the resolved path: params hold it, and their hash must not depend on the spelling."""
+        """`KIND:PATH` with the resolved path: params hold it, and their hash must not depend on the spelling."""
         return f"{self.kind}:{self.path}"
 
 

@@ -10,7 +10,6 @@ import numpy as np
 from ..core.errors import UserError
 from ..core.hashing import short_hash
 from ..core.paths import Paths
-from ..core.ranks import in_torchrun
 from ..core.record import make_identity, write_record
 from ..core.runtime import Runtime
 from . import ade20k, coco
@@ -78,13 +77,9 @@ def download(params: PrepareData, paths: Paths, runtime: Runtime, cell: str) -> 
 def prepare_own(data: str, paths: Paths, runtime: Runtime) -> None:
     """Split and prepare a set `KIND:PATH`, and print a warning where its classes are unbalanced.
 
-    Under torchrun it does nothing, because the process that started torchrun has done it.
-
     Raises as `prepare` and `split_own`, and UserError where dense labels teach nothing, or a sampled picture that no
     training replaces is unreadable.
     """
-    if in_torchrun():
-        return
     own = parse_own(data)
     split_own(paths, own)
     if "coco" in KINDS[own.kind].parts:
@@ -109,11 +104,9 @@ def _count_objects(root: Path, kind: Kind, max_pixels: int) -> dict[str, int]:
     Raises:
         UserError: no category, a split without targets, or a sampled picture that cannot be read.
     """
-    read = {
-        split: coco.read_instances(root, split, max_pixels=max_pixels, boxes_as_masks=kind.boxes_as_masks)
-        for split in kind.splits
-    }
-    for instances in read.values():
+    counts = {}
+    for split in kind.splits:
+        instances = coco.read_instances(root, split, max_pixels=max_pixels, boxes_as_masks=kind.boxes_as_masks)
         if not len(instances.labels):
             raise UserError(f"{instances.file}: has no object of a category; a detector needs some in each split")
         for place in spread_places(len(instances.names)):
@@ -126,8 +119,8 @@ def _count_objects(root: Path, kind: Kind, max_pixels: int) -> dict[str, int]:
             )
         if instances.left_out:
             print(f"{instances.file}: {instances.describe_targets()}", flush=True)
-    train = read["train"]
-    return dict(zip(train.classes, np.bincount(train.labels, minlength=len(train.classes) + 1)[1:].tolist()))
+        counts[split] = np.bincount(instances.labels, minlength=len(instances.classes) + 1)[1:]
+    return dict(zip(instances.classes, counts["train"].tolist()))  # all splits have the same classes
 
 
 def _count_pixels(root: Path, max_pixels: int) -> dict[str, int]:

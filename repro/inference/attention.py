@@ -61,7 +61,7 @@ def choose_tokens(grid: Grid) -> list[int]:
 
 
 def observe_attention(model: nn.Module, images: Tensor, batch_size: int = 16) -> Look:
-    """Compute the attention of the tokens of `choose_tokens` for inputs (N,3,H,W), and the shift of the keys.
+    """Compute the attention of the tokens of `choose_tokens` for inputs (N,3,H,W), and the shift of the keys, see `measure_shift_ratio`.
 
     Class tokens and registers are excluded, and the patches' shares are normalised without them.
 
@@ -69,7 +69,8 @@ def observe_attention(model: nn.Module, images: Tensor, batch_size: int = 16) ->
         model: in eval mode; a t5 or a study, or a ViT of timm with attention softmax(qkᵀ d^-½).
 
     Raises:
-        ValueError: any other model, or one whose inner learner has a dynamic rate.
+        ValueError: any other model, or one whose inner learner has a dynamic rate, which follows from the tokens and
+            not from q, k and v alone.
     """
     layers = _find_layers(model)
     prefix = 0 if isinstance(model, ClassFreeViT) else model.num_prefix_tokens

@@ -133,7 +133,7 @@ def _find_kernels(block: Any, tokens: int, device: torch.device, dtype: torch.dt
         return None
     chosen = _choose_backend(mixer.backend, device, dtype, mixer.head_dim, mixer.built_chunk)
     # kernels take some chunk sizes only, and were asked about `built_chunk`. With `chunk_size` 0 the chunk is the
-    # sequence, which may be longer here; they are not asked about it, because it is a symbol to a compiler
+    # sequence, whose length may be another here; they are not asked about it, because it is a symbol to a compiler
     is_another = not mixer.chunk_size and tokens != mixer.built_chunk
     return None if chosen == "triton" and is_another else chosen
 
@@ -263,13 +263,15 @@ def make_constants(block: Any, tokens: int) -> LaunchConstants:
     return arrange(read_weights(block, tokens))
 
 
-def read_weights(block: Any, tokens: int, scale_dtype: torch.dtype = torch.float32) -> BlockWeights:
-    """Return the weights of a block for a sequence of `tokens`, see `find_constants`; the token scale in `scale_dtype`.
+def read_weights(block: Any, tokens: int, *, widen_scale: bool = True) -> BlockWeights:
+    """Return the weights of a block for a sequence of `tokens`, see `find_constants`.
 
-    They are the layers' own tensors where shapes allow it, so gradients reach the layers.
+    The token scale is computed in fp32, or in its own dtype if not `widen_scale`. The others are the layers' own
+    tensors where shapes allow it, so gradients reach the layers.
     """
     mixer, mlp = block.mixer, block.mlp
-    scale = mixer.scale_per_token(mixer.chunk_size or tokens).to(scale_dtype) * (mixer.eta_base / mixer.head_dim)
+    scale = mixer.scale_per_token(mixer.chunk_size or tokens)
+    scale = (scale.float() if widen_scale else scale) * (mixer.eta_base / mixer.head_dim)
     norm1, post_norm, norm2 = ((norm.weight, norm.bias) for norm in (block.norm1, mixer.post_norm, block.norm2))
     rates, *convs = ((each.weight, each.bias) for each in (mixer.lr_proj, mixer.conv_k, mixer.conv_q))
     learner = *rates, *convs[0], *convs[1], scale, *_state(mixer)
@@ -283,8 +285,8 @@ def make_loop_constants(block: Any, tokens: int) -> LoopConstants:
     from kernels.around import numba_path as around
     from kernels.ttt_linear import numba_path as learner
 
-    # the token scale is multiplied in the model's dtype, as on the plain path, and widened below
-    w = read_weights(block, tokens, scale_dtype=block.mixer.b0.dtype)
+    # the token scale is multiplied in its own dtype, as on the plain path, and widened below
+    w = read_weights(block, tokens, widen_scale=False)
     wide = compute_dtype(w.in_weight.dtype)
     in_weight, in_bias, up_weight, up_bias = join_projections(w, ALIGNED)
     W0, b0, gamma, mu = (each.to(wide).contiguous() for each in (w.W0, w.b0, w.gamma, w.mu))

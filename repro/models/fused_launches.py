@@ -257,11 +257,11 @@ def split(known: LaunchConstants, projected: Tensor) -> tuple[Tensor, ...]:
     return projected.split_with_sizes([D, 2 * D, 2 * D, N - 5 * D], -1)
 
 
-# the arguments of four steps, from a block's constants; `fused_training.run_backward` takes the same ones
-
-
 def gather_conv_norm(known: LaunchConstants, tokens: Tensor, height: int, eps: float) -> ConvNorm:
-    """Collect the arguments of the convolution and norm1, for tokens (B,T,D) on a grid of `height` rows."""
+    """Collect the arguments of the convolution and norm1, for tokens (B,T,D) on a grid of `height` rows.
+
+    The backward pass of `fused_training` takes the results of this function and of the next three, too.
+    """
     return ConvNorm(tokens, known.grid_weight, known.norm1_weight, known.norm1_bias, height, eps)
 
 

@@ -112,7 +112,7 @@ class Hierarchy(ImageModel):
         ]
 
     def init_weights(self) -> None:
-        """Initialise Linear trunc_normal 0.02 and biases 0; all other modules keep the values that they were built with."""
+        """Initialise Linear weights by trunc_normal 0.02, their biases by 0; other modules keep their values."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 init_linear(module)

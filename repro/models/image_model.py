@@ -31,7 +31,8 @@ class OperatorModel(nn.Module):
     layers, and `selected_backend` would call itself without end.
     """
 
-    grad_checkpointing = False  # whether a training recomputes each block; `forward` of a subclass obeys it
+    # whether a training recomputes each block; a subclass reads it in `forward`, or passes it on
+    grad_checkpointing = False
 
     def set_backend(self, backend: str) -> None:
         """Set the backend of the operators in every layer; see `kernels`."""

@@ -114,7 +114,7 @@ def freeze_inherited(student: T5, shell: Shell) -> None:
 
 
 def _find_new_head(student: T5, shell: Shell) -> set[str]:
-    """Return the names of a head that the student does not inherit, since its classes differ in number; else none."""
+    """Return the names of a head that the student does not inherit, because the numbers of classes differ; otherwise no name."""
     return {"head.weight", "head.bias"} if shell.num_classes != student.num_classes else set()
 
 

@@ -160,7 +160,7 @@ def _find_hub_problem(endpoint: str) -> str | None:
 
     try:
         get_session().head(endpoint, timeout=10)
-    except Exception as error:  # the HTTP client, and so its errors, depend on the version of the hub's package
+    except Exception as error:  # the HTTP client, and so its errors, depends on the version of the hub's package
         return f"{endpoint}: {error}"
     return None
 

@@ -224,7 +224,7 @@ class _Judge:
         """Tell whether operands that round or truncate to the printed ones may satisfy an expression.
 
         Each operand is tried at both ends of its range: half a unit of the last digit below, where rounding begins, and
-        almost a unit above, where truncation ends. Without operands there is no rounding.
+        almost a unit above, where truncation ends. Without operands, nothing can have been rounded.
         """
         printed = {name: self.entries[name].printed for name in expression.references}
         ends = [
@@ -246,7 +246,10 @@ class _Judge:
         return expression.evaluate(printed, self.unread | (self.counts if counted else {}) | self.formulas)
 
     def _ours(self, entry: Entry, group: SpeedGroup | None, choose: Choose | None = None) -> Number | bool:
-        """Evaluate our counterpart, with speeds from one group of rows; raise `Missing` if a part was not measured."""
+        """Evaluate our counterpart, with speeds from one group of rows; raise `Missing` if a part was not measured.
+
+        `choose` as in `_evaluate_ours`, which calls this method for each id in an expression.
+        """
         if entry.ours is None:
             raise Missing(entry.reason or entry.out_of_scope, entry.command or "none")
         return self._evaluate_ours(entry.ours, group, choose=choose)

@@ -90,7 +90,7 @@ def make_parser(folder: Path) -> "MarkdownIt":
         return f'<button type="button" class="zoom" title="Enlarge">{shown}</button>' if shown else alt
 
     def render_table(renderer: Any, tokens: "Sequence[Token]", place: int, *_: Any) -> str:
-        """Return the begin of a table in a box that scrolls; `_adapt` and `_adapt_cell` set the token's `meta`."""
+        """Return the opening tags of a table in a box that scrolls; `_adapt` and `_adapt_cell` set the token's `meta`."""
         about = tokens[place].meta
         read, label = " read" * about["is_read"], escapeHtml(about["title"])
         return f'<div class="scroll{read}" role="region" tabindex="0" aria-label="{label}, table"><table>'

@@ -68,7 +68,7 @@ def tabulate_goals(name: str, rows: Sequence[Row], label: str) -> str:
     from kernels.tools.operators import OPERATORS
 
     cases, (where, goals) = OPERATORS[name], GOALS[name]
-    # of the rows at the goals' shape: with its sizes in place of their own, their key stays the same
+    # times of the rows that have the goals' shape: putting its sizes into their key changes nothing
     times = {
         (row["passes"], row["implementation"]): row["median_ms"]
         for row in rows

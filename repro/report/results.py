@@ -236,7 +236,8 @@ class Results:
             raise Missing(absent if self.counts else "not counted yet", "repro complexity")
         found, source = self.counts[row]
         self.used.add(source.path)
-        # for a family this is its authors' convention, which was not fitted to the rows; for the adapter it was
+        # Both names have one number. For a family it is its authors' convention, which was not fitted to the rows, and
+        # `macs_g_of_authors` is evidence for it; for the adapter it was, and `claims` marks the other name as fitted.
         if field == "macs_g_of_authors":
             field = "macs_g_paper_convention"
             if found["model"] == _ADAPTER or field not in found:

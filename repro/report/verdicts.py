@@ -188,7 +188,8 @@ def significant(value: float | None) -> str:
     """Format a number with three significant digits, never in exponent form; `–` for None."""
     if value is None:
         return "–"
-    places = max(2 - math.floor(math.log10(abs(value))), 0) if value else 0
+    rounded = float(f"{value:.2e}")  # 9.996 becomes 10.0, which has a decimal less
+    places = max(2 - math.floor(math.log10(abs(rounded))), 0) if rounded else 0
     return f"{value:.{places}f}"
 
 

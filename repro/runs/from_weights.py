@@ -8,6 +8,7 @@ from typing import Any
 from ..core.config import list_cells, load_section
 from ..core.errors import UserError
 from ..core.paths import Paths, find_root
+from ..core.ranks import in_torchrun
 from ..core.runtime import choose_device, device_slug, load_runtime
 from ..data.cells import manifest_path, require_data
 from ..data.own import parse_own
@@ -84,7 +85,7 @@ def make_cell(
         build_model(name, img_size=params.transform.image_size, **params.options)
     except ValueError as error:
         raise UserError(f"linearize: {error}") from None
-    if own:
+    if own and not in_torchrun():  # the process that started torchrun has done it
         prepare_own(data, paths, runtime)
     stem = file.parent.name if file.stem == "weights" else file.stem
     parts = [stem, *(f"{key}_{value}" for key, value in options.items()), own.name if own else params.data]

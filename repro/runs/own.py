@@ -114,7 +114,8 @@ def train_own(
         except RuntimeError:  # timm's, for an unknown tag and for a denoiser
             problem = "is no classifier, or none with this tag"
             raise UserError(f"{stage}: --model {model}: {problem}; name a classifier without a tag") from None
-    prepare_own(data, paths, runtime)
+    if not in_torchrun():  # the process that started torchrun has done it
+        prepare_own(data, paths, runtime)
     images = read_manifest(manifest_path(paths, data)).splits["train"].images
     model = model or ("vittt_tiny_patch16_224" if own.kind == "folder" and images >= SMALL else _NANO)
     start = OwnTraining(data=data, model=model, init=init, flip=flip, epochs=epochs)
@@ -240,7 +241,7 @@ def choose_segmenter(start: OwnTraining, pairs: Any) -> SegmentParams:
 
     sizes, pixels = survey(pairs)
     short, long = _choose_sides(sizes)
-    crop = max(64, short // 32 * 32)  # sides of images are multiples of 32; windows overlap by a third below
+    crop = max(64, short // 32 * 32)  # a multiple of 32, as all sides are
     pyramid = _build_pyramid("segment", start.model, "each")
     heads = {"channels": 48, "aux_channels": 16, "dropout": 0.0} if start.nano else {}
     return SegmentParams(
@@ -250,7 +251,7 @@ def choose_segmenter(start: OwnTraining, pairs: Any) -> SegmentParams:
             scale=(long, short),
             ratio=(0.75, 1.33),
             crop_size=crop,
-            stride=2 * crop // 3,
+            stride=2 * crop // 3,  # neighbouring windows overlap by a third
             hflip=start.hflip,
             # a short training has no time to learn to ignore random changes of brightness and contrast
             photometric=len(pairs) >= SMALL,

@@ -98,7 +98,7 @@ class Checkpointer:
 def read_clocks() -> tuple[float, float]:
     """Return a clock's seconds, and the CPU seconds of this process and of its children that have ended.
 
-    Both count from any moment: only differences have a meaning.
+    Both count from an arbitrary moment: only differences have a meaning.
     """
     return time.monotonic(), sum(os.times()[:4])
 

@@ -62,7 +62,8 @@ def test_parameters_of_the_published_models(name, options, million):
         # other models, on unfused attention
         *((None, name, {}, (224, 224)) for name in ("regnety_002", "efficientnet_b0", "convnext_atto")),
         *((None, name, {}, (224, 224)) for name in ("swin_tiny_patch4_window7_224", "vit_tiny_patch16_224")),
-        # ViTs of other blocks, or another MLP
+        # ViTs of further parts, whose sides need be no multiple of the patch, of other blocks, or another MLP
+        (None, "vit_tiny_patch16_224", {"depth": 1, "init_values": 1e-5}, (230, 224)),
         (None, "vit_small_patch16_18x2_224", {"depth": 1}, (224, 224)),
         (None, "aimv2_1b_patch14_224", {"depth": 1, "embed_dim": 64, "num_heads": 2}, (224, 224)),
     ],

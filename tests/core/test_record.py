@@ -277,6 +277,8 @@ def test_identity_holds_what_explains_a_number(checkout):
         (["repro", "evaluate", "--data", "folder:/elsewhere/me/pets"], "repro evaluate --data folder:.../pets"),
         (["repro", "evaluate", "--data", "folder:/here/data/pets"], "repro evaluate --data folder:data/pets"),
         (["repro", "evaluate", "--weights", "../me/w.pth"], "repro evaluate --weights .../w.pth"),
+        (["repro", "evaluate", "--weights", "runs/../../me/w.pth"], "repro evaluate --weights .../w.pth"),
+        (["repro", "evaluate", "--data=folder:data/../../me/pets"], "repro evaluate --data=folder:.../pets"),
         (["repro", "explain", "-o/elsewhere/me/a.png"], "repro explain -o.../a.png"),
         (["repro", "evaluate", "--data", "folder:./pets"], "repro evaluate --data folder:./pets"),
         (["repro", "explain", "--probe", "steps=2"], "repro explain --probe steps=2"),

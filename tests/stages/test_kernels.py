@@ -102,6 +102,19 @@ def test_a_check_stops_in_time_and_goes_on(bare_checkout, monkeypatch, check_row
     assert capsys.readouterr().out.count("ok: ") == 3
 
 
+def test_a_check_of_one_operator_leaves_an_unfinished_check_of_all_as_it_is(bare_checkout, monkeypatch, check_rows):
+    check_rows([{"operator": "ttt_linear", "check": f"number {i}", **PASSED} for i in range(2)])
+    left = iter([60, *[0] * 2 * len(OPERATORS)])  # time for one check
+    monkeypatch.setattr(kernels, "_left", lambda deadline: next(left))
+    assert kernels.check_kernels(find_root(), minutes=1) is False
+    monkeypatch.setattr(kernels, "_left", lambda deadline: 60)
+    states = bare_checkout / ".runs/measuring/checks"
+    (state,) = states.iterdir()
+    before = state.read_bytes()
+    assert kernels.check_kernels(find_root(), "bi_wkv") is True
+    assert list(states.iterdir()) == [state] and state.read_bytes() == before
+
+
 def test_the_first_checks_of_each_operator_are_kept_for_the_others(bare_checkout, check_rows, capsys):
     rows = [{"operator": "bi_wkv", "check": f"number {i}", **PASSED} for i in range(3)]
     check_rows(rows)

@@ -203,7 +203,11 @@ def list_night_scores(report: Report) -> str:
 
 
 def list_night_power(report: Report) -> str:
-    """Tabulate the smallest difference that the seeds and pairs of night.yaml can detect at each spread."""
+    """Tabulate the smallest difference that the seeds and pairs of night.yaml can detect at each spread.
+
+    A spread is the standard deviation of a model's Top-1 over its seeds, in points. Pairs that are hidden even at the
+    smallest one are listed as `no_power` in night.yaml.
+    """
     questions, rows = load_questions(), []
     for about in questions["data"].values():
         for place in about["tables"]:
@@ -215,7 +219,10 @@ def list_night_power(report: Report) -> str:
 
 
 def detectable(about: Mapping[str, Any], place: str, spread: float) -> float:
-    """Return the smallest difference in points that the seeds of a data set can detect among the pairs of a table."""
+    """Return the smallest difference in points that the seeds of a data set can detect among the pairs of a table.
+
+    `spread` as in `list_night_power`; for the test see `detectable_difference`.
+    """
     questions = load_questions()
     return detectable_difference(about["seeds"], len(questions["pairs"][place]), spread, power=questions["power"])
 

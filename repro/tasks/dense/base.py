@@ -67,7 +67,7 @@ def describe_confusion(classes: Sequence[str], counts: Sequence[Sequence[int]], 
 
 
 class DenseModel:
-    """Mix-in of a model with a `repro.models.pyramid.Pyramid` as `backbone`; timm's optimiser factory calls it."""
+    """Mix-in for models whose `backbone` is a `repro.models.pyramid.Pyramid`; timm's optimiser factory calls its methods."""
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return the backbone's groups for timm's layer-wise decay; everything else is in the last group."""

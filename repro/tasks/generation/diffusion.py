@@ -192,7 +192,7 @@ def guide(model: Denoise, null: int, scale: float, channels: int) -> Denoise:
     """
 
     def denoise(x: Tensor, timesteps: Tensor, labels: Tensor) -> Tensor:
-        """Run the model once on the batch and its copy without classes, and combine the two outputs."""
+        """Run the model once on the batch and its copy without classes; at a scale of 1, on the batch alone."""
         if scale == 1:
             return model(x, timesteps, labels)
         both = torch.cat((labels, torch.full_like(labels, null)))
@@ -205,7 +205,7 @@ def guide(model: Denoise, null: int, scale: float, channels: int) -> Denoise:
 
 def make_generator(*key: int) -> torch.Generator:
     """Make a CPU generator whose numbers are a function of all numbers of the key, none of them negative."""
-    # shifted to 63 bits, as `manual_seed` takes them
+    # 63 bits: the seeds of all results so far are made so
     return torch.Generator().manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]) >> 1)
 
 

@@ -47,7 +47,7 @@ class ReferenceBatch:
         if not path.is_file():
             raise UserError(f"{path}: no such reference batch")
         found = hash_file(path, digits=64)
-        # a file under another name than a published one's need have no known hash
+        # only a file with the name of a published batch must have its hash
         if wanted := next((sha256 for sha256, name in KNOWN.items() if name == path.name and sha256 != found), None):
             advice = "get it again, or give another batch another name"
             raise UserError(f"{path}: has SHA-256 {found[:16]}..., expected {wanted[:16]}...; {advice}")
