@@ -246,8 +246,8 @@ def run_bench(
     device, deadline = torch.device("cuda"), _deadline(minutes)
     name = f"kernels/{device_slug(device)}"
     # each choice of rows is a series of its own, see `check_kernels`
-    series = "_".join([name, *([op] if op else []), *["compared"] * compared])
-    path, state = paths.speed / f"{name}.csv", Unfinished(paths, series)
+    series = (f"_{op}" if op else "") + "_compared" * compared
+    path, state = paths.speed / f"{name}.csv", Unfinished(paths, name + series)
     state.save()
     since, left = began or state.began, 0
     rows = {
