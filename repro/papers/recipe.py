@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..core.config import list_values
+from ..data.kinds import IMAGENET_1K
 
-TRAIN_IMAGES = 1_281_167  # of ImageNet-1K
 _RATES = ("optim.lr", "optim.warmup_lr", "optim.min_lr")  # they hold for a batch of `optim.lr_batch_size`
 LINEARIZE = ("freeze", "new_lr_factor", "decay_all")  # settings of a linearisation alone
 PAPER_HAS = "the paper has {}"  # a source, see `Printed`
@@ -147,9 +147,9 @@ def find_departures(params: Mapping, resolved: Mapping, printed: Printed) -> lis
     found = []
     if params["model"] not in printed.models:
         found.append(f"model: {params['model']}, the paper has {', '.join(printed.models)}")
-    if (images := resolved["data"]["train_images"]) != TRAIN_IMAGES or not params["data"].startswith("imagenet"):
+    if (images := resolved["data"]["train_images"]) != IMAGENET_1K.train or not params["data"].startswith("imagenet"):
         found.append(
-            f"data: {params['data']} ({images:,} training images), the paper has ImageNet-1K ({TRAIN_IMAGES:,})"
+            f"data: {params['data']} ({images:,} training images), the paper has ImageNet-1K ({IMAGENET_1K.train:,})"
         )
     if ours.get("transform.crop_padding") is not None:
         found.append(f"transform.crop_padding: {ours['transform.crop_padding']}, the paper crops by scale and ratio")

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..bench.kernels import find_memory_ratio, read_bench
 from ..bench.pooling import COMMAND, HOST, UNKNOWN, Row, find_slow_operator, mark_host, pool_runs
@@ -12,25 +12,11 @@ from ..core.errors import UserError
 from ..core.paths import Paths
 from ..core.record import read_json
 from ..core.statistics import Interval
+from ..data.kinds import IMAGENET_1K, KINDS
 from .paper import Paper
 from .records import Missing, Source, check_mapping, list_all, name_keys, read_sources, read_speeds
 from .trainings import TrainingFilter, fits_training, parse_training
 
-
-class _Benchmark(NamedTuple):
-    """A public data set, with the conditions under which a score on it is compared with a paper's."""
-
-    name: str
-    val_images: int  # the size of the validation split; only a score on all of them is compared
-    starts_pretrained: bool  # whether a training on it starts from weights that were pretrained elsewhere
-
-
-# kind of data set -> the data set
-_BENCHMARKS = {
-    "imagenet": _Benchmark("ImageNet-1K", 50_000, starts_pretrained=False),
-    "coco": _Benchmark("COCO 2017", 5_000, starts_pretrained=True),
-    "ade20k": _Benchmark("ADE20K", 2_000, starts_pretrained=True),
-}
 _PROFILE = "profiles/paper.yaml"
 _ADAPTER = "vit_adapter"  # the model name in counts of a backbone with its adapter
 # conventions of counting multiply-adds, see `repro.bench.flops`
@@ -42,6 +28,11 @@ _DRAWN, _REFERENCE = 50_000, "VIRTUAL_imagenet256_labeled.npz"
 Choose = Callable[[str, float, Interval | None], float]
 # of rows that measure the same, the one of the first of these backends counts, then the one over most processes
 _BACKENDS = ("triton", "numba", "torch")
+
+
+def _starts_pretrained(kind: str) -> bool:
+    """Tell whether a paper's trainings on a kind of data set start from weights that were pretrained elsewhere."""
+    return "folders" not in KINDS[kind].parts
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -183,8 +174,9 @@ class Results:
 
     def is_full(self, source: Source) -> bool:
         """Tell whether a score is on a benchmark's whole validation split, not on another split of the same size."""
-        benchmark, m = _BENCHMARKS.get(source.metrics["kind"]), source.metrics
-        return benchmark is not None and (m.get("split"), m.get("held_out_images")) == ("val", benchmark.val_images)
+        m = source.metrics
+        release = KINDS[m["kind"]].official if m["kind"] in KINDS else None
+        return release is not None and (m.get("split"), m.get("held_out_images")) == ("val", release.counts.val)
 
     def require(self, fits: Callable[[Source], object], reason: str, command: str) -> list[Source]:
         """Return the records that fit; raise `Missing` with the reason and the command if there are none."""
@@ -253,23 +245,23 @@ class Results:
         """Read a score of a model on a kind of data set, all of whose validation images it must be on.
 
         Args:
-            kind: a key of `_BENCHMARKS`.
+            kind: a key of `KINDS` whose row has a release.
             model: the result of `model_key`.
             key: the score's name in the record.
             asked: conditions on the training, see `parse_training`.
         """
         training = parse_training(asked)
-        benchmark, command = _BENCHMARKS[kind], self._score_command(kind, model, training)
+        command = self._score_command(kind, model, training)
         fitting = [
             each
             for each in list_all(self.score_sources)
             if each.metrics["kind"] == kind
             and self.is_full(each)
-            and self._is_as_described(each, benchmark, training)
+            and self._is_as_described(each, training)
             and self.model_key(each.metrics, each.path) == model
         ]
         if not fitting:
-            raise Missing(f"no run on all of {benchmark.name}; smaller runs are never compared", command)
+            raise Missing(f"no run on all of {KINDS[kind].official.name}; smaller runs are never compared", command)
         # the longest training, then the first by path: the score itself must not decide
         source = min(fitting, key=lambda source: (-(source.metrics.get("epochs") or 0), source.path))
         if not isinstance(source.metrics.get(key), (int, float)):
@@ -277,7 +269,7 @@ class Results:
         self.used.add(source.path)
         return source.metrics[key]
 
-    def _is_as_described(self, source: Source, benchmark: _Benchmark, training: TrainingFilter) -> bool:
+    def _is_as_described(self, source: Source, training: TrainingFilter) -> bool:
         """Tell whether a record's training and evaluation allow a comparison with a paper's score."""
         record = source.metrics
         # an evaluation of a file that does not name the model's variant has no options
@@ -285,7 +277,7 @@ class Results:
             return False
         if source.most_seeds:
             # outside the stages, a command line may have shortened it; other first weights are another experiment
-            starts_pretrained = benchmark.starts_pretrained or "frozen" in training
+            starts_pretrained = _starts_pretrained(record["kind"]) or "frozen" in training
             return source.stage is not None and (record.get("init") is not None) == starts_pretrained
         # `repro evaluate` evaluates in a given dtype, and a training in fp32; it does not know how weights were trained
         is_known = record.keys() & {"weights_tag", "weights_file"} or record.get("weights_hash") in self._hashes
@@ -295,7 +287,7 @@ class Results:
         """Return the command that would measure a score; `none` with a reason where no cell trains the model so."""
         # timm has pretrained classifiers of families that are none of a paper's own
         is_foreign = model.split("_")[0] not in self.families
-        if is_foreign and not _BENCHMARKS[kind].starts_pretrained and training.keys() <= {"image_size"}:
+        if is_foreign and not _starts_pretrained(kind) and training.keys() <= {"image_size"}:
             return f"repro evaluate --model {model} --pretrained --data {kind}"
         for section in self.scores:  # the stages' names are those of the profile's sections
             if (cell := self._find_cell(section, model, kind, training)) is not None:
@@ -318,7 +310,7 @@ class Results:
             if manifest["kind"] == kind and not manifest.get("departures"):
                 self.used.add(where)
                 return len(manifest["classes"]) if split == "classes" else manifest["splits"][split]["images"]
-        raise Missing(f"{_BENCHMARKS[kind].name} is not here", f"repro data check {kind} ROOT")
+        raise Missing(f"{KINDS[kind].official.name} is not here", f"repro data check {kind} ROOT")
 
     @cached_property
     def profile_cells(self) -> dict[str, Any]:
@@ -381,7 +373,7 @@ class Results:
         # fields of the training's record, then of the record of its pictures
         about = {name: asked[name] for name in ("epochs", "batch_size")} | {"kind": "latents", "classes": 1000}
         about |= {"steps": asked["epochs"] * asked["steps_per_epoch"], "init": None, "image_size": 256}
-        about |= {"split": "val", "held_out_images": _BENCHMARKS["imagenet"].val_images}
+        about |= {"split": "val", "held_out_images": IMAGENET_1K.val}
         alike = (source for source in self.score_sources if about.items() <= source.metrics.items())
         own = (source for source in alike if self.model_key(source.metrics, source.path) == model)
         trained = {run["weights_hash"] for source in own for run in source.metrics.get("by_seed", ())}

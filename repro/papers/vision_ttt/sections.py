@@ -13,6 +13,7 @@ from ...core.config import load_yaml
 from ...core.csvfile import parse_csv
 from ...core.figures import STYLES, new_figure, save_png
 from ...core.runtime import PEAK_TFLOPS
+from ...data.kinds import IMAGENET_1K
 from ...report.claims import Report
 from ...report.ledger import Ledger
 from ...report.markdown import join, number, strong, table
@@ -22,7 +23,7 @@ from ...report.power import detectable_difference
 from ...report.records import Source, describe_origin
 from ...report.results import Missing
 from ...report.variants import Group, find_printed
-from ..recipe import PAPER_HAS, TRAIN_IMAGES
+from ..recipe import PAPER_HAS
 from .recipe import SAID
 
 COUNTERS_FILE = Path(__file__).with_name("flop_counters.csv")  # written by a search that is no longer in the code
@@ -65,7 +66,7 @@ def estimate_gpu_hours(report: Report) -> str:
     if None in counted:
         return "an unknown number of hours"
     macs_g = sum(map(float, counted))
-    operations = 3 * 2e9 * macs_g * SAID[PAPER_HAS]["epochs"] * TRAIN_IMAGES
+    operations = 3 * 2e9 * macs_g * SAID[PAPER_HAS]["epochs"] * IMAGENET_1K.train
     hours = operations / (1e12 * PEAK_TFLOPS["H100"] * _UTILISATION) / 3600
     return f"{hours:.0f} hours of an H100 at {100 * _UTILISATION:.0f} % of its peak"
 
