@@ -226,7 +226,31 @@ def list_photographs(report: Report) -> str:
             asked = len(own) * len(questions["seeds"])
             open_questions.append(f"{name}. {question['asks']} Not finished: {done} of {asked} trainings.")
     shown = picture(f"figures/{_FIGURE}", "differences of all pairs, with the paper's") if finished else ""
-    return join([count_trainings(report), _list_accuracies(models), shown, *finished, bullets(open_questions)])
+    repeats = _list_repeats(report.results.paths, questions, models)
+    return join([count_trainings(report), _list_accuracies(models), repeats, shown, *finished, bullets(open_questions)])
+
+
+def _list_repeats(paths: Paths, questions: Mapping[str, Any], models: Mapping[str, Model]) -> str:
+    """Write how a seed that was trained again, by later code, differs: it shows whether that code trains alike.
+
+    Its result is `<seed>_again.json` beside the seed's own, in the same form, and enters no accuracy or verdict.
+    """
+    lines = []
+    for name, model in models.items():
+        for seed, found in model.seeds.items():
+            file = paths.root / f"results/seeds/{questions['data']}/{name}/{seed}_again.json"
+            if not file.is_file():
+                continue
+            again = read_json(file)
+            if any(again[key] != found[key] for key in ("params_hash", "data_hash")):
+                raise UserError(f"{file}: of another recipe or other data than {seed}.json; remove it")
+            pairs = zip(*(unpack_hits(each["hits"], each["images"]) for each in (found, again)), strict=True)
+            others = sum(first != second for first, second in pairs)
+            scores = f"{again[TOP1]:.2f} % ({found[TOP1]:.2f} % above)"
+            same = "the weights are the same, bit by bit" if again["weights_hash"] == found["weights_hash"] else ""
+            apart = same or f"{others:,} of {again['images']:,} images are right in one of the two alone"
+            lines.append(f"Seed {seed} of {name}, trained again by commit {again['commit'][:8]}: {scores}; {apart}.")
+    return bullets(lines)
 
 
 def find_commit(_: Report) -> str:
@@ -257,7 +281,7 @@ def _list_accuracies(models: Mapping[str, Model]) -> str:
         macs = count_macs(params["model"], json.dumps(params["options"]), params["transform"]["image_size"], 10)
         hours = sum(each["core_hours"] for each in model.seeds.values())
         row += [show_interval(sample.mean, interval, ".2f"), number(one["num_params"], ",")]
-        rows.append([*row, number(None if macs is None else 1000 * macs, ".4g"), number(hours, ".1f")])
+        rows.append([*row, number(None if macs is None else 1000 * macs, "#.4g"), number(hours, ".1f")])
     header = ["model", "rate (Top-1 on tune)", "trials", "seeds", "Top-1 (%) [95 %]", "parameters"]
     return table([*header, "multiply-adds (M)", "core-hours"], rows)
 

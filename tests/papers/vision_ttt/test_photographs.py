@@ -161,6 +161,24 @@ def test_seeds_that_cannot_be_compared_are_refused(tmp_path, changes):
         find_models(Paths(tmp_path), QUESTIONS)
 
 
+def test_a_repeated_seed_says_how_many_images_differ(tmp_path):
+    """50.03 % has the three images right that 50 % has not; the repeat enters no accuracy."""
+    store(tmp_path, "a", 0, params_hash="p", weights_hash="w")
+    file = tmp_path / "results/seeds/cifar10/a/0_again.json"
+    again = model("a", [50.03]).seeds[0] | {"commit": "e" * 40, "params_hash": "p", "data_hash": "d"}
+    models = find_models(Paths(tmp_path), QUESTIONS)
+
+    def tell(**changes):
+        write_json(file, again | changes)
+        return photographs._list_repeats(Paths(tmp_path), QUESTIONS, models)
+
+    assert re.findall(r"[\d,.]+ ", tell(weights_hash="x"))[-2:] == ["3 ", "10,000 "]
+    assert not re.findall("10,000", tell(weights_hash="w"))
+    assert find_models(Paths(tmp_path), QUESTIONS)["a"].top1 == {0: 50.0}
+    with pytest.raises(UserError, match="0_again"):
+        tell(weights_hash="w", params_hash="q")
+
+
 def test_rates_that_few_images_cannot_tell_apart_stand_beside_each_other():
     trials = {5e-4: 40.0, 1e-3: 44.5, 2e-3: 45.0, 4e-3: 43.7}
     assert photographs._show_rates(trials, list(trials)) == "0.002 (45.00), 0.001 (44.50)"
