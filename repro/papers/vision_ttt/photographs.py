@@ -67,7 +67,9 @@ class Judged:
     difference: float
     interval: Interval  # 95 %, by Student's t over the seeds
     drawn: Interval  # 95 %, by a bootstrap over seeds and images
-    p: float | None  # two-sided, after Holm's correction over the pairs of the question; None where no order was asked
+    # two-sided, after Holm's correction over the pairs of the question; the largest of the tests that must agree; None
+    # where no order was asked
+    p: float | None
     word: str
 
 
@@ -132,13 +134,14 @@ def judge_pairs(question: Mapping[str, Any], models: Mapping[str, Model]) -> lis
         drawn, sides = bootstrap(first, second), ((first, second), (second, first))
         # of the difference and of its opposite
         lowest = [bound_below([one.top1[seed] - other.top1[seed] for seed in one.top1], least) for one, other in sides]
-        is_seen = each.p < ALPHA and drawn[0] * drawn[1] > 0
+        p = each.p
         # as cifar10.yaml registered: where the models ran on different CPUs, the unpaired tests must agree
         if first.processors != second.processors:
-            is_seen = is_seen and welch.get(pair, 1.0) < ALPHA
+            p = max(p, welch.get(pair, 1.0))
             lowest = [min(paired, _bound_unpaired(*side)) for paired, side in zip(lowest, sides, strict=True)]
         if pair in asked:
             apart = "seen" if each.difference > 0 else "contradicted"
+            is_seen = p < ALPHA and drawn[0] * drawn[1] > 0
             word = apart if is_seen else "equal within a point" if min(lowest) > -_POINT else "undecided"
         elif pair in not_worse:
             word = "not worse" if lowest[0] > -question["margin_points"] else "undecided"
@@ -151,7 +154,7 @@ def judge_pairs(question: Mapping[str, Any], models: Mapping[str, Model]) -> lis
             difference=each.difference,
             interval=each.interval,
             drawn=drawn,
-            p=each.p if pair in asked else None,
+            p=p if pair in asked else None,
             word=word,
         )
         found.append(judged)

@@ -66,6 +66,8 @@ def test_two_kinds_of_processor_also_need_the_unpaired_test():
     above = [value + shift for value, shift in zip(base, [2.0, 2.1, 1.9, 2.0, 2.1], strict=True)]
     assert judge(above, base) == "seen"
     assert judge(above, base, cpu="B") == "undecided"
+    (judged,) = judge_pairs({"pairs": [["a", "b"]]}, {"a": model("a", above), "b": model("b", base, "B")})
+    assert judged.p == pytest.approx(stats.ttest_ind(above, base, equal_var=False).pvalue)
 
 
 def test_equality_and_no_loss_on_two_kinds_of_processor_need_the_unpaired_bounds():
