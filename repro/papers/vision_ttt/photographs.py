@@ -252,6 +252,18 @@ def count_trainings(report: Report) -> str:
     return f"{seeds} of {asked} trainings and {trials} of {searched} trials of their searches have run."
 
 
+def answer_first(report: Report) -> str:
+    """Write the verdicts of the first question once it is finished, and until then how many trainings have run."""
+    questions = load_photographs()
+    models, question = find_models(report.results.paths, questions), next(iter(questions["questions"].values()))
+    if not is_finished(question, models, questions["seeds"]):
+        return count_trainings(report)
+    judged = judge_pairs(question, models)
+    return "; ".join(
+        f"{each.first} against {each.second}: {each.word}, {each.difference:+.1f} points" for each in judged
+    )
+
+
 def _list_accuracies(models: Mapping[str, Model]) -> str:
     """Tabulate each model's search, and its Top-1, parameters, multiply-adds and core-hours once it has a seed."""
     rows, grid = [], load_photographs()["search"]["rates"]
