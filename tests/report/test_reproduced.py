@@ -8,6 +8,7 @@ import pytest
 from repro.core.errors import UserError
 from repro.report.records import read_sources
 from repro.report.reproduced import describe_scores, list_scores
+from stages import verify
 
 SEED = {"seeds": [0], "held_out_images": 100}
 
@@ -60,6 +61,17 @@ def test_times_are_no_records_and_a_cell_may_be_called_run(checkout):
 def test_a_missing_score_is_no_success(held):
     (held.paths.results / "pretrain/one/metrics.json").unlink()
     assert [score.is_beyond_chance for score in list_scores(held.paths, ["pretrain"], "HEAD")] == [True, False]
+
+
+def test_records_that_no_training_made_here_are_not_counted(checkout, monkeypatch, capsys):
+    """Those of `repro seeds` come from committed files."""
+    write(checkout, "one", 50.0, SEED)
+    checkout.write("results/pretrain_seeds/one/metrics.json", json.dumps({"top1_percent": 50.0}))
+    checkout.write("results/pretrain_seeds/one/record.json", json.dumps({"metrics": SEED, "identity": {}}))
+    commit(checkout.paths.root)
+    monkeypatch.chdir(checkout.paths.root)
+    verify.command("HEAD")
+    assert capsys.readouterr().out.startswith("1 of 1 ")
 
 
 @pytest.mark.parametrize(("stages", "commit"), [(["pretrain"], "nonsense"), (["detect"], "HEAD")])

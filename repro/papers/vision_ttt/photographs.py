@@ -67,7 +67,9 @@ class Judged:
     difference: float
     interval: Interval  # 95 %, by Student's t over the seeds
     drawn: Interval  # 95 %, by a bootstrap over seeds and images
-    p: float | None  # two-sided, after Holm's correction over the pairs of the question; None where no order was asked
+    # two-sided, after Holm's correction over the pairs of the question; the largest of the tests that must agree; None
+    # where no order was asked
+    p: float | None
     word: str
 
 
@@ -129,18 +131,21 @@ def judge_pairs(question: Mapping[str, Any], models: Mapping[str, Model]) -> lis
     for each in (*compare_pairs(top1, asked, least), *compare_pairs(top1, [*not_worse, *shown], least)):
         pair = each.better, each.worse
         first, second = (models[name] for name in pair)
-        values, drawn = [first.top1[seed] - second.top1[seed] for seed in first.top1], bootstrap(first, second)
+        drawn, sides = bootstrap(first, second), ((first, second), (second, first))
+        # of the difference and of its opposite
+        lowest = [bound_below([one.top1[seed] - other.top1[seed] for seed in one.top1], least) for one, other in sides]
+        p = each.p
+        # as cifar10.yaml registered: where the models ran on different CPUs, the unpaired tests must agree
+        if first.processors != second.processors:
+            p = max(p, welch.get(pair, 1.0))
+            lowest = [min(paired, _bound_unpaired(*side)) for paired, side in zip(lowest, sides, strict=True)]
         if pair in asked:
-            is_seen = each.p < ALPHA and drawn[0] * drawn[1] > 0
-            # as cifar10.yaml registered: where the models ran on different CPUs, the unpaired test must agree
-            if first.processors != second.processors:
-                is_seen = is_seen and welch[pair] < ALPHA
             apart = "seen" if each.difference > 0 else "contradicted"
-            word = apart if is_seen else "equal within a point" if is_equal(values, least=least) else "undecided"
+            is_seen = p < ALPHA and drawn[0] * drawn[1] > 0
+            word = apart if is_seen else "equal within a point" if min(lowest) > -_POINT else "undecided"
         elif pair in not_worse:
-            lowest = bound_below(values, least)
-            word = "not worse" if lowest > -question["margin_points"] else "undecided"
-            word += f" (95 % above {lowest:+.2f})"
+            word = "not worse" if lowest[0] > -question["margin_points"] else "undecided"
+            word += f" (95 % above {lowest[0]:+.2f})"
         else:
             word = "no verdict asked"
         judged = Judged(
@@ -149,7 +154,7 @@ def judge_pairs(question: Mapping[str, Any], models: Mapping[str, Model]) -> lis
             difference=each.difference,
             interval=each.interval,
             drawn=drawn,
-            p=each.p if pair in asked else None,
+            p=p if pair in asked else None,
             word=word,
         )
         found.append(judged)
@@ -165,11 +170,6 @@ def bound_below(values: Sequence[float], least: float = 0.0) -> float:
 
     error = max(statistics.stdev(values), least) / len(values) ** 0.5
     return statistics.mean(values) - float(student.isf(ALPHA, len(values) - 1)) * error
-
-
-def is_equal(values: Sequence[float], margin: float = _POINT, least: float = 0.0) -> bool:
-    """Tell whether two one-sided t tests (TOST), each at 5 %, place the mean between −margin and margin."""
-    return all(bound_below(signed, least) > -margin for signed in (values, [-value for value in values]))
 
 
 def bootstrap(first: Model, second: Model) -> Interval:
@@ -199,6 +199,15 @@ def _test_unpaired(first: Model, second: Model) -> float:
 
     values = [list(model.top1.values()) for model in (first, second)]
     return 1.0 if values[0] == values[1] else float(stats.ttest_ind(*values, equal_var=False).pvalue)
+
+
+def _bound_unpaired(first: Model, second: Model) -> float:
+    """Return the bound of `bound_below` for the first model's mean minus the second's, by Welch's t over the seeds."""
+    from scipy import stats
+
+    values = [list(model.top1.values()) for model in (first, second)]
+    found = stats.ttest_ind(*values, equal_var=False, alternative="greater")
+    return float(found.confidence_interval(1 - ALPHA).low)
 
 
 def _printed_difference(ledger: Ledger, first: str, second: str) -> float | None:
@@ -265,6 +274,18 @@ def count_trainings(report: Report) -> str:
     seeds, trials = sum(len(each.seeds) for each in models), sum(len(each.trials) for each in models)
     asked, searched = len(models) * len(questions["seeds"]), len(models) * len(questions["search"]["rates"])
     return f"{seeds} of {asked} trainings and {trials} of {searched} trials of their searches have run."
+
+
+def answer_first(report: Report) -> str:
+    """Write the verdicts of the first question once it is finished, and until then how many trainings have run."""
+    questions = load_photographs()
+    models, question = find_models(report.results.paths, questions), next(iter(questions["questions"].values()))
+    if not is_finished(question, models, questions["seeds"]):
+        return count_trainings(report)
+    judged = judge_pairs(question, models)
+    return "; ".join(
+        f"{each.first} against {each.second}: {each.word}, {each.difference:+.1f} points" for each in judged
+    )
 
 
 def _list_accuracies(models: Mapping[str, Model]) -> str:

@@ -12,7 +12,7 @@ from repro.core.errors import UserError
 from repro.core.paths import Paths
 from repro.core.record import pack_hits, write_json
 from repro.papers.vision_ttt import photographs
-from repro.papers.vision_ttt.photographs import Model, bootstrap, bound_below, find_models, is_equal, judge_pairs
+from repro.papers.vision_ttt.photographs import Model, bootstrap, bound_below, find_models, judge_pairs
 from tests.conftest import ROOT
 
 IMAGES = 10_000
@@ -66,6 +66,26 @@ def test_two_kinds_of_processor_also_need_the_unpaired_test():
     above = [value + shift for value, shift in zip(base, [2.0, 2.1, 1.9, 2.0, 2.1], strict=True)]
     assert judge(above, base) == "seen"
     assert judge(above, base, cpu="B") == "undecided"
+    (judged,) = judge_pairs({"pairs": [["a", "b"]]}, {"a": model("a", above), "b": model("b", base, "B")})
+    assert judged.p == pytest.approx(stats.ttest_ind(above, base, equal_var=False).pvalue)
+
+
+def test_equality_and_no_loss_on_two_kinds_of_processor_need_the_unpaired_bounds():
+    """Seeds that differ by 16 points within a model, and by 0.1 in a pair; with little spread both tests agree."""
+    base, close = [50.0, 54.0, 58.0, 62.0, 66.0], [60.0, 60.1, 59.9, 60.0, 60.1]
+    loss = {"not_worse": [["a", "b"]], "margin_points": 1.0}
+    for values, cpu, words in (
+        (base, "A", ("equal within a point", "not worse")),
+        (base, "B", ("undecided", "undecided")),
+        (close, "B", ("equal within a point", "not worse")),
+    ):
+        near = [value + shift for value, shift in zip(values, [0.1, -0.1, 0.1, -0.1, 0.0], strict=True)]
+        assert judge(near, values, cpu=cpu) == words[0]
+        said = judge(near, values, cpu=cpu, **loss)
+        assert said.startswith(words[1])
+    allowed = stats.t.isf(0.05, 8) * (2 * np.var(base, ddof=1) / 5) ** 0.5  # equal spreads: 2n - 2 degrees of freedom
+    bound = float(judge(base, base, cpu="B", **loss).split()[-1].rstrip(")"))
+    assert bound == pytest.approx(-allowed, abs=0.005)
 
 
 def test_holm_divides_among_the_pairs_of_a_question():
@@ -104,7 +124,7 @@ def test_bounds_are_those_of_scipy():
     for margin in (0.3, 0.8, 1.5):
         above = stats.ttest_1samp(values, -margin, alternative="greater").pvalue < 0.05
         below = stats.ttest_1samp(values, margin, alternative="less").pvalue < 0.05
-        assert is_equal(values, margin) == (above and below)
+        assert all(bound_below(side) > -margin for side in (values, [-v for v in values])) == (above and below)
 
 
 def test_the_bootstrap_covers_the_chance_of_images():
@@ -144,7 +164,9 @@ def test_nothing_is_judged_before_every_model_has_all_its_seeds(tmp_path, monkey
     # of one rate in each search
     assert re.findall(r"\d+", photographs.count_trainings(report)) == ["9", "10", "0", "2"]
     assert not photographs.is_finished(QUESTIONS["questions"]["Q"], models, SEEDS)
+    assert photographs.answer_first(report) == photographs.count_trainings(report)
     store(tmp_path, "b", 4)
+    assert "a against b: equal within a point, +0.0" in photographs.answer_first(report)
     models = find_models(Paths(tmp_path), QUESTIONS)
     assert photographs.is_finished(QUESTIONS["questions"]["Q"], models, SEEDS)
 
