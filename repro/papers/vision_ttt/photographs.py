@@ -276,13 +276,17 @@ def count_trainings(report: Report) -> str:
     return f"{seeds} of {asked} trainings and {trials} of {searched} trials of their searches have run."
 
 
-def answer_first(report: Report) -> str:
-    """Write the verdicts of the first question once it is finished, and until then how many trainings have run."""
+def answer_primary(report: Report) -> str:
+    """Write the verdicts of the primary questions once all of them are finished, and until then the trainings so far.
+
+    The first question alone would say nothing of test-time training: its controls are in another one.
+    """
     questions = load_photographs()
-    models, question = find_models(report.results.paths, questions), next(iter(questions["questions"].values()))
-    if not is_finished(question, models, questions["seeds"]):
+    models = find_models(report.results.paths, questions)
+    primary = [each for each in questions["questions"].values() if each["primary"]]
+    if not all(is_finished(each, models, questions["seeds"]) for each in primary):
         return count_trainings(report)
-    judged = judge_pairs(question, models)
+    judged = [each for question in primary for each in judge_pairs(question, models)]
     return "; ".join(
         f"{each.first} against {each.second}: {each.word}, {each.difference:+.1f} points" for each in judged
     )

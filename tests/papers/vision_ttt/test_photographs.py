@@ -22,7 +22,7 @@ QUESTIONS = {
     "commit": "c",
     "seeds": list(SEEDS),
     "search": {"rates": [1e-3]},
-    "questions": {"Q": {"asks": "?", "pairs": [["a", "b"]]}},
+    "questions": {"Q": {"asks": "?", "primary": True, "pairs": [["a", "b"]]}},
 }
 
 
@@ -164,9 +164,9 @@ def test_nothing_is_judged_before_every_model_has_all_its_seeds(tmp_path, monkey
     # of one rate in each search
     assert re.findall(r"\d+", photographs.count_trainings(report)) == ["9", "10", "0", "2"]
     assert not photographs.is_finished(QUESTIONS["questions"]["Q"], models, SEEDS)
-    assert photographs.answer_first(report) == photographs.count_trainings(report)
+    assert photographs.answer_primary(report) == photographs.count_trainings(report)
     store(tmp_path, "b", 4)
-    assert "a against b: equal within a point, +0.0" in photographs.answer_first(report)
+    assert "a against b: equal within a point, +0.0" in photographs.answer_primary(report)
     models = find_models(Paths(tmp_path), QUESTIONS)
     assert photographs.is_finished(QUESTIONS["questions"]["Q"], models, SEEDS)
 
