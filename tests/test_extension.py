@@ -106,6 +106,8 @@ def test_a_family_is_one_file_and_its_cell_of_params(house, said):
     # patches 3·16²·16 + 16, block 16² + 16, norm 2·16, head 16·10 + 10
     assert found["model"] == "toy_nano_patch16_32" and found["num_params"] == 12_304 + 272 + 32 + 170
     assert found["seeds"] == [0, 1] and found["top1_std_percent"] is not None
+    built = 'timm.create_model("toy_nano_patch16_32", drop_rate=0.5)'
+    run(house, "-c", f"import timm, repro.models; assert {built}.head_drop.p == 0.5")
 
 
 def test_a_task_is_its_room(house, said):

@@ -152,7 +152,7 @@ def learn_in_parallel(
         return features_q @ (start + steps.sum(2))
     states = start.unsqueeze(1) + steps.cumsum(2)
     if loop.order == "before":
-        states = torch.cat((start.expand(len(q), -1, -1, -1).unsqueeze(2), states), 2)
+        states = torch.cat((start.expand(q.shape[0], -1, -1, -1).unsqueeze(2), states), 2)
     read = F.pad(features_q, (0, 0, 0, -T % n)).unflatten(-2, (-1, n)) @ states
     return read.flatten(2, 3)[..., :T, :]
 

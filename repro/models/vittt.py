@@ -174,7 +174,7 @@ class Vittt(Backbone):
         positions = self.prefix_positions(grid[0] * grid[1])
         if positions:
             extra = self.cls_token if self.cls_pos_embed is None else self.cls_token + self.cls_pos_embed
-            tokens = insert_tokens(tokens, extra.expand(len(tokens), -1, -1), positions)
+            tokens = insert_tokens(tokens, extra.expand(tokens.shape[0], -1, -1), positions)
         # `positions=patches_and_class` without class tokens: the extra row is a parameter without effect
         elif self.cls_pos_embed is not None:
             tokens = tokens + 0 * self.cls_pos_embed
@@ -191,7 +191,7 @@ class Vittt(Backbone):
         if self.pool == "mean":
             return tokens.mean(dim=1)
         if self.pool == "max":  # not a maximum per channel: the token with the largest norm
-            return tokens[torch.arange(len(tokens), device=tokens.device), tokens.norm(dim=-1).argmax(dim=1)]
+            return tokens[torch.arange(tokens.shape[0], device=tokens.device), tokens.norm(dim=-1).argmax(dim=1)]
         num_patches = tokens.shape[1] - self.cls_token.shape[1]
         return tokens[:, list(self.prefix_positions(num_patches))].mean(dim=1)
 

@@ -239,11 +239,11 @@ def adapt_to_size(model: nn.Module, state: State, trained_size: tuple[int, int])
 
 def _resample_positions(model: nn.Module, state: State, trained_size: tuple[int, int]) -> dict[str, Tensor]:
     """Compute `adapt_to_size` for one of this project's families; a table of another length stays unchanged."""
-    embedding = state.get("pos_embed")
+    embedding, own = state.get("pos_embed"), getattr(model, "pos_embed", None)
     before, after = model.grid_of(*trained_size), model.grid_size
-    if embedding is None or before == after:
+    if embedding is None or own is None or before == after:
         return dict(state)
-    num_prefixes = model.pos_embed.shape[1] - after[0] * after[1]  # rows of class tokens
+    num_prefixes = own.shape[1] - after[0] * after[1]  # rows of class tokens
     if embedding.ndim != 3 or embedding.shape[1] != before[0] * before[1] + num_prefixes:
         return dict(state)
     return {**state, "pos_embed": model.resample_table(embedding, before, after)}

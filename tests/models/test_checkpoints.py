@@ -158,6 +158,13 @@ def test_what_cannot_be_opened_is_one_line(tmp_path, change, model, message):
     assert "\n" not in str(caught.value)
 
 
+def test_positions_for_a_model_that_has_none_are_one_line_at_another_size_too(tmp_path):
+    torch.save(build_model("deit_nano_patch16_144", num_classes=10).state_dict(), tmp_path / "other.pth")
+    found = open_weights(tmp_path / "other.pth", model="vit3_nano_patch16_144")
+    with pytest.raises(UserError, match="do not fit ViT3"):
+        found.build(96)
+
+
 def test_dense_models_and_bare_backbones_are_not_classifiers(tmp_path):
     save_model(tmp_path / "dense.safetensors", NANO, task={"name": "detect"})
     with pytest.raises(UserError, match="a model for the task 'detect', expected a classifier"):

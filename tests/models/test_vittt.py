@@ -138,3 +138,11 @@ def test_pooling_strategies_by_hand():
     for pool, feature in expected.items():
         model = Vittt(img_size=16, embed_dim=2, num_heads=1, depth=1, pool=pool, num_classes=0)
         assert model.forward_head(tokens).tolist() == [feature], pool
+
+
+@pytest.mark.parametrize("pool", ["mid", "max"])
+def test_an_exported_graph_is_for_any_number_of_images(pool):
+    model, image = nano("vittt", depth=1, img_size=48, pool=pool), torch.randn(3, 3, 48, 48)
+    batch = {0: torch.export.Dim("batch")}
+    graph = torch.export.export(model, (image[:2],), dynamic_shapes=(batch,), strict=False).module()
+    torch.testing.assert_close(graph(image), model(image))
