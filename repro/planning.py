@@ -26,7 +26,6 @@ from .report.results import Results
 from .runs.cells import describe_speed
 
 _CLASSIFIERS = ("pretrain", "linearize", "ablate", "ablate_linearize", "pretrain_seeds")  # these share measured speeds
-_FREE = ("runtime", "tune")  # sections without work, or with work outside the pipeline
 
 
 class Speed(NamedTuple):
@@ -71,7 +70,7 @@ def plan_rows(stages: Mapping[str, Any], params_file: Path, paths: Paths, gpu: s
     built = {
         name: _build_params(stages[name], name, content) if name in stages else {None: None}
         for name, content in sections.items()
-        if name not in _FREE
+        if name != "runtime"
     }
     planner = Planner(paths, gpu, _read_results(paths, stages), built.get("prepare_data", {}), micro_batch)
     return [planner.plan(name, cell, params) for name, cells in built.items() for cell, params in cells.items()]

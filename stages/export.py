@@ -23,7 +23,9 @@ def command(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="The file or folder to write; by default <model>_<size> in this folder."),
+        typer.Option(
+            "--output", "-o", help="What to write; by default, here: a folder <model>, or a file <model>_<size>."
+        ),
     ] = None,
     image_size: Annotated[
         int | None, typer.Option(min=1, help="Image size of the file in pixels, if not that of the training.")

@@ -1,4 +1,4 @@
-"""`repro linearize`: conversion of a pretrained softmax ViT into a backbone of linear cost (paper 003, T5)."""
+"""`repro linearize`: conversion of a pretrained softmax ViT into a backbone of linear cost (T5)."""
 
 from pathlib import Path
 from typing import Annotated, Literal

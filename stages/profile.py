@@ -12,8 +12,8 @@ from repro.core.record import write_text
 from . import Stage
 
 app = typer.Typer(
-    help="Show or choose a profile: `mini` runs on a CPU in minutes, `night` on one GPU in a night, `paper` has the "
-    "scale of ImageNet-1K.",
+    help="Show or choose a profile: `mini` runs on a CPU in minutes, `digits` in hours, `cifar10` in days, `night` on one "
+    "GPU in a night; `paper` has the scale of ImageNet-1K.",
     no_args_is_help=True,
 )
 

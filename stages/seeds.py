@@ -25,7 +25,7 @@ def command(
     """Run the registered trainings of `pretrain_seeds`: all searches of the learning rate, then seed by seed.
 
     A training that has its file under results/seeds is not run again. The rates that the searches chose are written into
-    the profile by hand, before the first seed.
+    params.yaml and its profile by hand, before the first seed.
     """
     from repro.runs.seeds import collect, list_trainings, print_rates, train_all
 

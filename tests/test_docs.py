@@ -149,10 +149,12 @@ def test_the_examples_of_params_are_valid():
     build(PrepareData, own["prepare_data"]["pets"], "prepare_data.pets")
     params = build(ClassifierParams, own["pretrain"]["vittt_tiny_pets"], "pretrain.vittt_tiny_pets")
     assert params.init is not None and params.data in own["runtime"]["data_roots"]
+    assert (ROOT / f"results/golden/{params.family}.json").is_file(), "dvc.yaml reads it from each cell"
     own = yaml.safe_load(fenced("training.md", "yaml")[0])
     build(PrepareData, own["prepare_data"]["pets_latents"], "prepare_data.pets_latents")
     params = build(GenerateParams, own["generate"]["dit3_small_patch2_pets"], "generate.dit3_small_patch2_pets")
     assert params.transform.shape == (4, 32, 32) and params.data in own["runtime"]["data_roots"]
+    assert (ROOT / f"results/golden/{params.family}.json").is_file()
 
 
 def test_an_override_that_is_shown_changes_its_value_to_a_valid_one(tmp_path):

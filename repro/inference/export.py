@@ -44,7 +44,7 @@ def export(
 
     Args:
         weights: a file of a classifier of this project.
-        output: by default <model>_<size> in the working directory.
+        output: by default, in the working directory, <model>; of a file <model>_<size>, or _any, and its suffix.
         image_size: side S in pixels, by default that of the training.
         verify: read the file back with its own runtime and compare the logits.
         any_size: export for all sides that are multiples of the model's stride.

@@ -178,12 +178,12 @@ def test_a_cell_that_cannot_be_trained_is_named(tmp_path, changes, message):
 
 
 def test_every_section_has_rows_in_the_order_of_the_file(tmp_path):
-    """By a table of made-up stages; what is free is neither listed nor read."""
+    """By a table of made-up stages; `runtime` is none."""
     make_stage = partial(SimpleNamespace, params=ComplexityParams, scores={})
     stages = {name: make_stage(cells=True, purpose="graph") for name in ("many", "none")}
-    stages |= {name: make_stage(cells=False, purpose="graph") for name in ("complexity", "tune")}
+    stages["complexity"] = make_stage(cells=False, purpose="graph")
     empty = {"sizes": {}, "groups": []}
-    sections = {"runtime": {}, "other": {}, "many": {"a": empty}, "tune": {"odd": 1}}
+    sections = {"runtime": {}, "other": {}, "many": {"a": empty}}
     file = tmp_path / "params.yaml"
     file.write_text(json.dumps(sections | {"none": None, "complexity": empty}))
     rows = plan_rows(stages, file, Paths(tmp_path), None)
@@ -204,7 +204,7 @@ def test_every_cell_of_a_profile_has_a_row(tmp_path, name):
     for stage, section in load_yaml(file).items():
         if stage in ("complexity", "efficiency", "visualize", "resolution"):
             expected.append(stage)
-        elif stage not in ("runtime", "tune"):
+        elif stage != "runtime":
             expected += [f"{stage}@{cell}" for cell in section]
     assert [row.unit for row in plan_rows(load_stages(), file, Paths(tmp_path), None)] == expected
 
