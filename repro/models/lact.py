@@ -71,7 +71,10 @@ class FastWeights(nn.Module):
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
 
     def selected_backend(self, dtype: torch.dtype) -> str:
-        """Return the form that runs here; see `repro.models.fast_weights.choose_form`."""
+        """Return the form that runs here; see `repro.models.fast_weights.choose_form`.
+
+        `set_backend` finds a layer by the name of this method.
+        """
         return choose_form(self.loop, self.backend, getattr(self, self.weight_names[0]).device)
 
     def forward(self, x_BNC: Tensor, grid: Grid) -> Tensor:

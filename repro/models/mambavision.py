@@ -97,7 +97,10 @@ class MambaVisionMixer(nn.Module):
         return F.conv2d(x_bCL.unsqueeze(2), weight, padding=(0, reach), groups=len(weight)).squeeze(2)
 
     def selected_backend(self, dtype: torch.dtype) -> str:
-        """Return the backend of the selective scan that runs here for activations of `dtype`."""
+        """Return the backend of the selective scan that runs here for activations of `dtype`.
+
+        `set_backend` finds a layer by the name of this method.
+        """
         return selected_backend(self.backend, self.A_log.device, state_dim=STATE_DIM, dtype=dtype)
 
 

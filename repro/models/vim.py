@@ -153,7 +153,10 @@ class VimMixer(nn.Module):
         return *found, found[0].new_zeros(2, self.inner)
 
     def selected_backend(self, dtype: torch.dtype) -> str:
-        """Return the backend of the selective scan that runs here for activations of `dtype`."""
+        """Return the backend of the selective scan that runs here for activations of `dtype`.
+
+        `set_backend` finds a layer by the name of this method.
+        """
         return selected_backend(self.backend, self.A_log.device, state_dim=STATE_DIM, dtype=dtype)
 
 

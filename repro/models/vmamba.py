@@ -96,7 +96,10 @@ class SS2D(nn.Module):
         return self.out_proj(self.out_norm(_add_routes(y, (h, w)).to(dtype)).to(v.dtype))
 
     def selected_backend(self, dtype: torch.dtype) -> str:
-        """Return the backend of the selective scan that runs here for activations of `dtype`."""
+        """Return the backend of the selective scan that runs here for activations of `dtype`.
+
+        `set_backend` finds a layer by the name of this method.
+        """
         return selected_backend(self.backend, self.A_logs.device, state_dim=STATE_DIM, dtype=dtype)
 
 

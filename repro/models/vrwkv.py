@@ -77,7 +77,10 @@ class SpatialMix(nn.Module):
             self.spatial_mix_r.copy_((i / dim).pow(p / 2))
 
     def selected_backend(self, dtype: torch.dtype) -> str:
-        """Return the backend of Bi-WKV that runs on this layer's device for activations of `dtype`."""
+        """Return the backend of Bi-WKV that runs on this layer's device for activations of `dtype`.
+
+        `set_backend` finds a layer by the name of this method.
+        """
         return selected_backend(self.backend, self.spatial_decay.device, dtype=dtype)
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:

@@ -20,7 +20,7 @@ from .markdown import bullets, join, picture, strong, table
 from .paper import ATTENTIONS, Comparison, Question
 from .records import OUTSIDE, describe_origin, describe_seeds, group_by, name_commits
 from .results import Results, SpeedGroup
-from .variants import judge_variants, list_unlike_machines
+from .variants import judge_variants, list_changed_verdicts
 from .verdicts import Status, Verdict, count_statuses, format_counts, format_ours, format_ratio, significant
 
 PIPELINE_FILE = "pipeline.json"
@@ -43,7 +43,7 @@ _Row = tuple[str, str, str, str]  # question, verdict, our numbers, their origin
 def lead_blocks(report: Report) -> str:
     """Write the opening of a paper's page: its claim, our verdicts, the speed against the baseline, and pictures.
 
-    The picture is that of the baseline comparison; without one, the paper's own drawings take its place.
+    The verdicts that another machine changes stand before all others. The picture is that of the baseline comparison; without one, the paper's own drawings take its place.
     """
     paper, about = report.paper, report.paper.ledger.paper
     claim = f"*{about.title}*, {about.version}. {paper.claim}".rstrip()
@@ -51,7 +51,7 @@ def lead_blocks(report: Report) -> str:
     shown = _comparison_picture(report) or join(
         picture_blocks(f"figures/{name}", name, sources) for name, (sources, _) in drawings
     )
-    return join([claim, list_unlike_machines(report), verdict_blocks(report), speed_blocks(report), shown])
+    return join([claim, list_changed_verdicts(report), verdict_blocks(report), speed_blocks(report), shown])
 
 
 def readme_blocks(reports: Sequence[Report]) -> dict[str, str]:

@@ -257,7 +257,7 @@ def list_ablations(report: Report) -> str:
     return join(blocks)
 
 
-def list_unlike_machines(report: Report) -> str:
+def list_changed_verdicts(report: Report) -> str:
     """List the tables on which another machine's records change the verdict; empty if there are none."""
     lines = []
     for group, where, _ in judge_variants(report):
@@ -365,7 +365,12 @@ def _rows_table(group: Group, where: VariantTable, report: Report) -> str:
     rows = []
     for name, source in members.items():
         m = source.metrics
-        changes = ", ".join(f"{key} {value or 'all'}" for key, value in group.list_changes(name).items())
+        # a `chunk_size` of 0 is one chunk of all tokens
+        shown = {
+            key: "all" if (key, value) == ("chunk_size", 0) else value
+            for key, value in group.list_changes(name).items()
+        }
+        changes = ", ".join(f"{key} {value}" for key, value in shown.items())
         row = {"": changes or paper.ablations.label or paper.model}  # heading -> cell
         if group.has_own_rates:
             row[""] = f"{changes or paper.model}, rate {_read_rate(source):g}"

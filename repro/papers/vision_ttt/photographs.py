@@ -194,7 +194,10 @@ def bootstrap(first: Model, second: Model) -> Interval:
 
 
 def _test_unpaired(first: Model, second: Model) -> float:
-    """Return the two-sided p-value of Welch's t test over the seeds; 1 if both models have the same scores."""
+    """Return the two-sided p-value of Welch's t test over the seeds; 1 if both models have the same scores.
+
+    Where the models of a pair ran on different processors, the larger of this p and the paired test's is judged.
+    """
     from scipy import stats
 
     values = [list(model.top1.values()) for model in (first, second)]
