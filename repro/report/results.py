@@ -49,7 +49,10 @@ class SpeedGroup:
 
     @classmethod
     def of(cls, row: Row, device: str) -> "SpeedGroup":
-        """Return the group of a speed row, or of a comparison by `bench.conclude`, which has no field `device`."""
+        """Return the group of a speed row, or of a comparison by `bench.conclude`, which has no field `device`.
+
+        Rows of compiled models differ in `mode`, so `infer` alone, which `claims` and `gallery` ask for, has none.
+        """
         how = {"graphs": ", through CUDA graphs", True: ", compiled"}.get(row.get("compile"), "")
         return cls(device, row["batch_size"], row["dtype"], row["mode"] + how)
 
