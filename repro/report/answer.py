@@ -43,7 +43,8 @@ _Row = tuple[str, str, str, str]  # question, verdict, our numbers, their origin
 def lead_blocks(report: Report) -> str:
     """Write the opening of a paper's page: its claim, our verdicts, the speed against the baseline, and pictures.
 
-    The verdicts that another machine changes stand before all others. The picture is that of the baseline comparison; without one, the paper's own drawings take its place.
+    The verdicts that another machine changes stand before all others. The picture is that of the baseline comparison;
+    without one, the paper's own drawings take its place. page.md calls this function by name.
     """
     paper, about = report.paper, report.paper.ledger.paper
     claim = f"*{about.title}*, {about.version}. {paper.claim}".rstrip()
@@ -104,6 +105,8 @@ def speed_blocks(report: Report) -> str:
 
 def judge_question(own: Sequence[Verdict]) -> tuple[str, str]:
     """Judge the entries of a question; return the end of a sentence about them, and their numbers in words.
+
+    The end begins with a space or a colon, since callers append it to a subject; alone, they strip it.
 
     If all numbers are off by at most `_CLOSE`, the sentence states the largest deviation. Otherwise, `mostly` means
     that three quarters or more match; if fewer do, the sentence counts them. Both list the other outcomes.

@@ -225,6 +225,8 @@ def _find_compared(report: Report, where: VariantTable) -> list[Group]:
 def list_ablations(report: Report) -> str:
     """Write the verdicts on orders, then every table and figure of each group; empty if the paper has no suites.
 
+    page.md calls it by name.
+
     Raises:
         Missing: no variant is trained yet.
     """
@@ -313,7 +315,10 @@ def plan_figures(report: Report) -> Drawings:
 
 
 def find_shown(report: Report) -> set[str]:
-    """Return the paths of records that the ablations or another document show, which the page of runs leaves out."""
+    """Return the paths of records that the ablations or another document show, which the page of runs leaves out.
+
+    A table may compare trainings of other stages, too, such as `pretrain`; these stay on that page.
+    """
     compared = ((group, where) for where in report.paper.compared for group in _find_compared(report, where))
     own = {source.path for group, where in compared for source in group.at(where).values()}
     patterns = [document.records for document in report.paper.documents]
