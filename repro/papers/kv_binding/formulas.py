@@ -392,7 +392,7 @@ _IDENTITIES: dict[str, Callable[[], tuple]] = {
     "v6_derived": partial(_v6_of_vit3, "v6", _RATE, lambda k, v, W: v),
     "v6_as_run_repaired": partial(_v6_of_vit3, "v6_as_run", _RATE, lambda k, v, W: v * (k @ W)),
 }
-# the same for `lact_error`
+# the same for `lact_error`: (the derived equation, the recurrence, to whose largest value the error is relative)
 _OF_LACT: dict[str, Callable[[], tuple]] = {
     "eq1": partial(_eq1, repaired=False),
     "eq1_repaired": partial(_eq1, repaired=True),

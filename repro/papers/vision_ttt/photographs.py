@@ -1,6 +1,7 @@
 """The results on CIFAR-10 after 6 epochs: the questions of cifar10.yaml, with a verdict once all seeds are trained.
 
-No difference, p-value or verdict is computed before every model of a question has all its seeds.
+No difference, p-value or verdict is computed before every model of a question has all its seeds. page.md and
+claims.md.j2 call `list_photographs`, `find_commit` and `answer_primary` by name.
 """
 
 import dataclasses
