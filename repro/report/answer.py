@@ -247,8 +247,9 @@ def _papers_table(reports: Sequence[Report]) -> str:
 def note_pipeline(results: Results) -> None:
     """Write results/pipeline.json: the seconds of all stages and of each, how many ran at once, and their commits.
 
-    After `repro run --force` the seconds of all are the time since it began, otherwise the sum of the stages'. The file
-    stays as it is if the seconds of a record are missing, as on a fresh clone, or if only the report runs again.
+    `repro plan` takes a stage's seconds from it on a fresh clone, which has none beside the records. After
+    `repro run --force` the seconds of all are the time since it began, otherwise the sum of the stages'. The file stays
+    as it is if the seconds of a record are missing, as on a fresh clone, or if only the report runs again.
     """
     # without the record of the machine, which has no parameters and no results, and without other profiles' cells
     own = [each for each in results.sources if results.is_by_default(each) and "params_hash" in each.identity]

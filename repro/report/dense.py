@@ -35,7 +35,7 @@ _LINES = {"pretrained": "-", "random": "--"}  # initial weights -> line style
 def _find_compared_runs(results: Results) -> _Runs:
     """Group the records that hold the scores of a method without learning, see `_Runs`.
 
-    A run outside the pipeline has no stage, so the first score tells the task: `detect` or `segment`, also for ablations.
+    A run outside the pipeline has no stage, so the first score tells the task, `detect` or `segment`, of ablations too.
     """
     runs: _Runs = {}
     for source in results.score_sources:

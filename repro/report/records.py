@@ -71,7 +71,7 @@ class Source:
 
     @property
     def unit(self) -> str:
-        """DVC's name for the stage or cell that wrote the record: `pretrain@nano`."""
+        """DVC's name for the stage or cell that wrote the record: `pretrain@nano`; also its key in pipeline.json."""
         return f"{self.stage}@{self.cell}" if self.cell else str(self.stage)
 
     @property
@@ -106,8 +106,8 @@ def read_speeds(paths: Paths) -> list[Source]:
     found = []
     for file in (*paths.results.glob("efficiency/rows.csv"), *sorted(paths.speed.glob("*.csv"))):
         if rows := read_rows(file):
-            # a CSV file has no identity, so its first row names the device and its last the commit; without the key
-            # `params_hash`, `answer.note_pipeline` would leave out the stage's seconds
+            # a CSV file has no identity, so its first row names the device and its last the commit; `repro plan` reads
+            # `params_hash`, and without it `answer.note_pipeline` would leave out the stage's seconds
             identity = {"device": rows[0]["device"], "parent_commit": rows[-1]["commit"], "params_hash": None}
             stage = "efficiency" if file.parent.name == "efficiency" else None
             found.append(Source(file.relative_to(paths.root).as_posix(), {"rows": rows}, identity, stage))
