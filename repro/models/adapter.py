@@ -118,7 +118,7 @@ class DeformableAttention(nn.Module):
         return self.output_proj(ms_deform_attn(value, grids, locations, weights, backend=self.backend).flatten(2))
 
     def selected_backend(self, dtype: torch.dtype) -> str:
-        """Return the sampling's backend here for values of `dtype`; `set_backend` finds a layer by this method's name."""
+        """Return the sampling's backend here for values of `dtype`; `set_backend` finds a layer by this name."""
         return selected_backend(self.backend, next(self.parameters()).device, dtype=dtype)
 
 

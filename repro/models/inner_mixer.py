@@ -150,9 +150,9 @@ class InnerMixer(nn.Module):
         return self.proj(self.mix(*self.qkv(x_BNC).chunk(3, dim=-1), grid, rates))
 
     def mix(self, q_BNC: Tensor, k_BNC: Tensor, v_BNC: Tensor, grid: Grid, rates_BhN: Tensor | None = None) -> Tensor:
-        """Mix projected queries, keys and values (B, N, C), with the token rates (B, h, N) of a dynamic rate, to (B, N, C).
+        """Mix projected queries, keys and values (B, N, C), with a dynamic rate's token rates (B, h, N), to (B, N, C).
 
-        `inference.attention` calls it with the outputs of `qkv`, so all that acts on them belongs here, not in `forward`.
+        `inference.attention` calls it with the outputs of `qkv`, so all that acts on them belongs here.
         """
         q, k, v = q_BNC, k_BNC, v_BNC
         if self.affine is not None:

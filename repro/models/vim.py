@@ -223,7 +223,7 @@ class Vim(Backbone):
         """Return `blocks`, whose multiply-adds the papers count differently, and the papers' count for one image.
 
         The count is Eq. 13: 6TD² + 18·T·2D·16 per block, without convolutions and small projections. `bench.adapted`
-        finds the method by its name. It takes any word but `blocks`, which means all blocks, for the name of an operator.
+        finds the method by its name. It takes `blocks` for all blocks, and any other word for the name of an operator.
         """
         D, T = self.embed_dim, grid[0] * grid[1] + 1
         return "blocks", {"eq_13": self.depth * (6 * T * D * D + PAPER_SCAN_MACS * T * EXPAND * D * STATE_DIM)}
