@@ -267,6 +267,9 @@ def _describe_published(published: Published) -> Checkpoint:
 def require_same_architecture(checkpoint: Checkpoint, name: str, options: Mapping[str, Any]) -> None:
     """Refuse weights of another model than `name`, of `options` that change the architecture, or of a dense task.
 
+    Options are compared for a file of this project alone. Weights of another origin are refused later by their shapes,
+    so an option that changes no shape, such as `step`, is not noticed.
+
     Raises:
         UserError: naming the difference.
     """

@@ -125,7 +125,8 @@ class LaCT(ClassFreeViT):
         step: `own`, `ascent`, `q_is_k`, or `v1` to `v6`; see `repro.models.fast_weights.LACT_STEPS`.
         muon, norm: options of `InnerLoop`; None keeps those of `step`.
         order, chunk_size, inner_steps: options `order`, `chunk_size` and `steps` of `InnerLoop`.
-        inner_ratio: hidden units of the fast model, as a multiple of the head dimension.
+        inner_ratio: hidden units of the fast model, as a multiple of the head dimension; ignored by the steps from `v3`
+            on, whose model is one matrix.
         kwargs: see `ClassFreeViT`.
 
     Raises:

@@ -240,7 +240,10 @@ class MambaVision(Hierarchy):
         }
 
     def paper_mac_terms(self, image_size: Grid) -> dict[str, int]:
-        """Return the counts by the authors' convention: 2-D convolutions and linear layers alone."""
+        """Return the counts by the authors' convention: 2-D convolutions and linear layers alone.
+
+        `bench.flops` finds the method by its name.
+        """
         sizes = [h * w for h, w in self.grids_of(*image_size)]
         height, width = (-(-side // 2) for side in image_size)
         stages, N = self._window_stages(image_size), STATE_DIM

@@ -222,7 +222,8 @@ class Vim(Backbone):
     def reported_mac_terms(self, grid: Grid) -> tuple[str, dict[str, int]]:
         """Return `blocks`, whose multiply-adds the papers count differently, and the papers' count for one image.
 
-        The count is Eq. 13: 6TD² + 18·T·2D·16 per block, without convolutions and small projections.
+        The count is Eq. 13: 6TD² + 18·T·2D·16 per block, without convolutions and small projections. `bench.adapted`
+        finds the method by its name. It takes `blocks` for all blocks, and any other word for the name of an operator.
         """
         D, T = self.embed_dim, grid[0] * grid[1] + 1
         return "blocks", {"eq_13": self.depth * (6 * T * D * D + PAPER_SCAN_MACS * T * EXPAND * D * STATE_DIM)}
