@@ -75,8 +75,14 @@ class NativePyramid(Pyramid):
         return [norm(level) for norm, level in zip(self.norms, maps, strict=True)]
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Switch gradient checkpointing of the backbone; AssertionError for True in a family of timm's without it."""
-        self.backbone.set_grad_checkpointing(enable)
+        """Switch gradient checkpointing of the backbone; UserError for True in a family of timm's without it."""
+        try:
+            self.backbone.set_grad_checkpointing(enable)
+        except AssertionError:  # how timm refuses
+            problem = "cannot recompute its blocks in the backward pass"
+            raise UserError(
+                f"{type(self.backbone).__name__} {problem}; train it with recompute_blocks: false"
+            ) from None
 
     def group_matcher(self, coarse: bool = False, prefix: str = "") -> dict[str, Any]:
         """Return the backbone's own patterns; everything else is the last layer.
