@@ -111,7 +111,7 @@ class Cases:
     """The cases of one operator."""
 
     NAME: str
-    op: Any  # its module
+    op: Any  # its module, or what has its `CUSTOM_OP` and `selected_backend` (backend, device, *, dtype and `OPTIONS`)
     ACTIVATIONS: tuple[str, ...]  # the inputs that a layer under autocast gives it in low precision
     OPTIONS: tuple[str, ...] = ()  # fields of the sizes that `op.selected_backend` takes
     CPU_BACKENDS: tuple[str, ...] = ("torch",)  # without the reference; `auto` takes the first
@@ -195,7 +195,7 @@ class Cases:
         return ["triton", "torch", *(self.PEERS.names if self.PEERS and self.PEERS.takes(sizes) else ())]
 
     def prepare(self, name: str, sizes: Any, device: Any) -> tuple[Callable[..., Tensor], list[Tensor | None]]:
-        """Return the function of one of `implementations`, and its inputs."""
+        """Return the function of one of `implementations`, or of our function on the backend `name`, and its inputs."""
         inputs = self.layer_inputs(sizes, device)
         if self.PEERS and name in self.PEERS.names:
             return self.PEERS.prepare(name, sizes, inputs)
