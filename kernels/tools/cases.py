@@ -117,7 +117,7 @@ class Cases:
     CPU_BACKENDS: tuple[str, ...] = ("torch",)  # without the reference; `auto` takes the first
     OUT_BATCH: int = 0  # the batch axis of the output
     FLOOR: float = 0.0  # errors are relative to a norm of at least this
-    # draws the inputs and the gradient dout of the output; an input that these sizes lack is None
+    # draws the inputs in the order of `INPUTS`, then the gradient dout of the output; one that these sizes lack is None
     make: Callable[[Any, Random], Sequence[Tensor | None]]
     # binds the public operator to these sizes: a function of the inputs and a backend
     bind: Callable[[Any], Callable[..., Tensor]]
@@ -137,7 +137,7 @@ class Cases:
 
     @functools.cached_property
     def INPUTS(self) -> tuple[str, ...]:
-        """Return the names of the tensor inputs."""
+        """Return the names of the tensor inputs, in the order of the op's arguments and of the gradients."""
         hints = get_type_hints(self.op.CUSTOM_OP.arguments)
         return tuple(name for name, kind in hints.items() if kind in (Tensor, Tensor | None))
 
