@@ -56,14 +56,16 @@ class CustomOp:
         name: the operator's name in torch.ops.
         arguments: a NamedTuple class; the annotations of its fields give the schema.
         leading: the argument that sets the output's device, and its dtype unless the arguments have an `out_dtype`.
-        select: (backend, x) -> the backend that runs, `torch`, `triton` or `numba`; may raise a ValueError.
+        select: (backend, x) -> the backend that runs, `torch`, `triton` or `numba`; may raise a ValueError. It is also
+            called with fake tensors and symbolic sizes, since the shape of the states depends on the backend.
         reference: x -> the output, by plain operations under autograd.
         torch_path: the module of the backend `torch`.
         load_triton: imports the modules of the backend `triton`.
         load_loops: imports the modules of the backend `numba`, for an operator that has it.
         result_shapes: (module, x, keep_states) -> the shapes of out and states; or (module, x) -> (shape of out,).
         forward_flops, backward_flops: x, with a shape in place of each tensor -> the FLOPs of a pass.
-        kept: which results of `forward` are passed to `backward`, of `out` and `states`.
+        kept: which results of `forward` are passed to `backward`, of `out` and `states`, in this order. Without
+            `states`, `forward` takes no `keep_states` and returns out alone.
     """
 
     def __init__(

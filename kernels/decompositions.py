@@ -112,7 +112,8 @@ def bi_wkv_by_scan(
 def _conv2d(x, weight, bias=None, stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1):
     """Compute a convolution; if `groups` depends on the batch size, compute a sum over shifted images.
 
-    Such a convolution has windows of its own for each image of the batch. ONNX requires a constant `groups`.
+    Such a convolution has windows of its own for each image of the batch. ONNX requires a constant `groups`. The sum
+    leaves out bias, stride and dilation, which the inner convolution of ViT³, the one such case, does not have.
     """
     if not isinstance(groups, torch.SymInt):
         return torch.convolution(x, weight, bias, stride, padding, dilation, False, (0, 0), groups)
@@ -131,7 +132,11 @@ def _conv2d(x, weight, bias=None, stride=(1, 1), padding=(0, 0), dilation=(1, 1)
 def _convolution_backward(
     dout, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask
 ):
-    """Compute the weight's gradient of `_conv2d`'s own case: Σ_p x[p + offset] dout[p] for each offset."""
+    """Compute the weight's gradient of `_conv2d`'s own case: Σ_p x[p + offset] dout[p] for each offset.
+
+    The forward pass of ViT³ has it, as the gradient by which its inner convolution learns. Any other case is
+    NotImplemented: the exporter leaves it as it is.
+    """
     if not isinstance(groups, torch.SymInt) or list(output_mask) != [False, True, False]:
         return NotImplemented
     channels, height, width = weight.shape[1:]
@@ -154,7 +159,8 @@ def _shifts(x: Tensor, height: int, width: int, padding: Sequence[int]) -> Itera
             yield i, j, padded[..., i : i + rows, j : j + columns]
 
 
-# for `torch.export.ExportedProgram.run_decompositions`
+# for `torch.export.ExportedProgram.run_decompositions`; a program that is exported, a classifier's on a CPU, has none
+# of the other operators
 DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     torch.ops.vision_ttt.ttt_linear.default: ttt_linear_by_scan,
     torch.ops.vision_ttt.selective_scan.default: selective_scan_by_scan,

@@ -20,7 +20,7 @@ BACKENDS = ("auto", "triton", "numba", "torch", "reference")
 _DTYPE_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 # imports a backend's modules, the one with `forward` and the one with `backward`; a function, so that Triton and numba
-# are imported only where their backend runs
+# are imported only where their backend runs. Where states are kept, the first one also has `states_shape`
 Load = Callable[[], tuple[ModuleType, ModuleType]]
 
 
@@ -48,8 +48,9 @@ def choose_backend(
         backend: one of `BACKENDS`.
         device: the device of the tensors.
         leading: the name of the argument from which the shapes of the others follow, for messages.
-        load_triton: imports the operator's Triton modules.
-        sizes: the arguments of the operator's `triton_fwd.unsupported`.
+        load_triton: imports the operator's Triton modules, the first of which has `INTERPRETED` and `unsupported`; the
+            same function at every call, since answers are kept by it and `sizes`.
+        sizes: the arguments of `unsupported`; hashable, which symbolic sizes are not.
         has_loops: whether the operator has loops for `numba` at these sizes.
 
     Raises:
@@ -188,6 +189,8 @@ def check_others(
     **sizes: int,
 ) -> None:
     """Raise a ValueError or TypeError that names the first tensor that does not fit the leading one.
+
+    Call `check_leading` before it: this one takes the leading tensor's own dtype as right.
 
     Args:
         op: the operator, for the message.

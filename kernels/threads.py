@@ -19,7 +19,8 @@ def run_loop(loop: "Loop", tasks: int, *arguments: Any, constants: tuple[tuple[A
     Args:
         loop: the loop.
         tasks: the number of its tasks.
-        arguments: its arguments after the constants.
+        arguments: its arguments after the constants; one that is left out is a tensor without elements that has all its
+            axes, see `cpu_loops.Loop.share`.
         constants: its tuples whose lengths the compiler knows, see `cpu_loops.Loop`.
     """
     import numba  # not at the top: if numba is imported before torch, it loads a second OpenMP

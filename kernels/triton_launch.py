@@ -93,9 +93,11 @@ def launch(
     torch's deterministic algorithms, the first candidate runs without a trial.
 
     Args:
-        kernel: a Triton kernel. One that may run without a config has an argument `bucket`, one of `TUNING_KEYS`.
-        candidates: the arguments `sizes` -> the configs among which it is tuned; the first is the untuned default.
-        sizes: what the candidates depend on, such as the dtype.
+        kernel: a Triton kernel. One that may run without a config has an argument `bucket`, one of `TUNING_KEYS`, which
+            it must not read: a trial passes another value, see `device_bucket`.
+        candidates: the arguments `sizes` -> the configs among which it is tuned; the first is the untuned default. The
+            same function at every call, since tuners are kept by it.
+        sizes: what the candidates depend on, such as the dtype; hashable.
         grid: the numbers of programs, or a function of the config's constants that returns them.
         arguments: the kernel's by name, without the config's constants.
         device: that of the tensors.
@@ -155,7 +157,8 @@ def _run(compiled: Any, size: tuple[int, int, int], values: Sequence[object]) ->
 def device_bucket(bucket: int, device: torch.device) -> int:
     """Return a tuning key's bucket, below 65,536, combined with a hash of this kind of GPU.
 
-    Thus two kinds of GPU of one architecture do not share a choice.
+    Thus two kinds of GPU of one architecture do not share a choice on disk. The result has 31 bits: to Triton a larger
+    integer has another type, for which a trial would compile kernels that no other launch takes.
     """
     gpu = find_gpu(device)
     kind = zlib.crc32(f"{gpu.name}, {gpu.multi_processor_count}".encode()) >> 17 if gpu else 0

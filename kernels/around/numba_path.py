@@ -1,7 +1,8 @@
 """The operators around the scan on CPUs, by the loops of `cpu_around`.
 
 `gated_linear` and `scan_convs` have no loop here: the first is a matrix product, the second is part of the scan's loop.
-Shape letters as in `reference`.
+The functions `run_…` are for `repro.models.fused_loops`, too, which then writes to the sum of `run_conv_norm`. Shape
+letters as in `reference`.
 """
 
 from torch import Tensor

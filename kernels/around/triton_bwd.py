@@ -1,7 +1,8 @@
 """Triton backward passes of the operators around the scan, which recompute what they need of the forward pass.
 
 A program goes through LOOP blocks of tokens and writes its own partial sums of the gradients that all tokens share;
-torch adds these up. There are no atomics: two runs give the same bits. Shape letters as in `reference`.
+torch adds these up. There are no atomics: two runs give the same bits. The functions `sum_…` are for
+`repro.models.fused_training`, too, which has gradients written to slices. Shape letters as in `reference`.
 """
 
 import torch

@@ -51,7 +51,8 @@ def load_wide(weight_ptr, like, D: tl.constexpr):
 def load_column(tokens_ptr, middle, x, width, above, here, below, D: tl.constexpr):
     """Load column x of the grid in three rows: one above the row that begins at `middle`, that row, and one below.
 
-    Zeros stand for pixels beyond the grid; `above`, `here` and `below` tell which of the rows it has.
+    Zeros stand for pixels beyond the grid; `above`, `here` and `below` tell which of the rows it has. Unlike those of
+    `load_fp32`, the numbers keep their dtype.
     """
     some = (x >= 0) & (x < width)
     row = width.to(tl.int64) * D
@@ -338,7 +339,10 @@ def conv_norm(x: ConvNorm, config: triton.Config | None = None) -> Tensor:
 
 
 def write_conv_norm(x: ConvNorm, y: Tensor, out: Tensor, config: triton.Config | None = None) -> None:
-    """Write the sum to y and its norm to out, both (B,T,D), contiguous, and each in its own dtype."""
+    """Write the sum to y and its norm to out, both (B,T,D), contiguous, and each in its own dtype.
+
+    For `repro.models.fused_training`: under autocast its y is fp32, and its out is not.
+    """
     B, T, D = x.tokens.shape
     tokens = x.tokens.contiguous()
     width = T // x.height

@@ -37,9 +37,10 @@ def bi_wkv(w: Tensor, u: Tensor, k: Tensor, v: Tensor, *, backend: str = "auto")
     is the paper's equation; the official CUDA kernel deviates from it, see `reference.bi_wkv_formula`.
 
     Sums and their exponents are fp32 (fp64 for fp64 inputs), whatever the dtype. Their relative error is about 1e-7
-    times the largest exponent that matters, at any T. |w| T may be at most 1e7. A larger one is refused; on a GPU,
-    where the check would wait for the device, it gives NaN. |u| and |k| must stay below 1e29. Inputs are not written
-    to. A NaN fills its channel of its image. Every argument has a gradient. Second derivatives need `reference`.
+    times the largest exponent that matters, at any T. |w| T may be at most 1e7. `torch` and `numba` refuse a larger
+    one; `triton`, whose check would wait for the device, gives NaN. |u| and |k| must stay below 1e29. Inputs are not
+    written to. A NaN fills its channel of its image. Every argument has a gradient. Second derivatives need the
+    reference backend.
 
     Args:
         w: (C,), the decay per token; if negative, far tokens weigh more.

@@ -20,7 +20,10 @@ LARGEST = 1e7  # bound of |w| T, the largest difference of exponents: fp32 numbe
 
 
 class Arguments(NamedTuple):
-    """Arguments of every backend: w, u: (C,); k, v: (B,T,C), of one dtype."""
+    """Arguments of every backend: w, u: (C,); k, v: (B,T,C), of one dtype.
+
+    Backends take them by their places, and return the gradients in this order.
+    """
 
     w: Tensor
     u: Tensor

@@ -19,6 +19,8 @@ class Arguments(NamedTuple):
     """Arguments of every backend.
 
     value: (B,S,M,C). shapes: h, w, h, w, … of the levels. locations: (B,Q,M,L,P,2). weights: (B,Q,M,L,P).
+
+    Backends take them by their places, and return the gradients of the tensors in this order.
     """
 
     value: Tensor

@@ -85,6 +85,7 @@ def _prepare(x: Arguments, images: slice) -> tuple[tuple[Tensor, ...], np.ndarra
     """
     dtype = compute_dtype(x.u.dtype)
     u, delta, B, C = (each[images].to(dtype).contiguous() for each in (x.u, x.delta, x.B, x.C))
+    # an empty z, as an empty dz in `backward`, has all its axes, see `cpu_loops.Loop.share`
     z = u.new_empty(0, 0, 0) if x.z is None else x.z[images].to(dtype).contiguous()
     exponents = x.A.mT.to(dtype).contiguous() * math.log2(math.e)
     given = u, delta, exponents, B, C, x.D.to(dtype).contiguous(), x.delta_bias.to(dtype).contiguous(), z

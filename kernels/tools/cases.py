@@ -111,13 +111,13 @@ class Cases:
     """The cases of one operator."""
 
     NAME: str
-    op: Any  # its module
+    op: Any  # its module, or what has its `CUSTOM_OP` and `selected_backend` (backend, device, *, dtype and `OPTIONS`)
     ACTIVATIONS: tuple[str, ...]  # the inputs that a layer under autocast gives it in low precision
     OPTIONS: tuple[str, ...] = ()  # fields of the sizes that `op.selected_backend` takes
     CPU_BACKENDS: tuple[str, ...] = ("torch",)  # without the reference; `auto` takes the first
     OUT_BATCH: int = 0  # the batch axis of the output
     FLOOR: float = 0.0  # errors are relative to a norm of at least this
-    # draws the inputs and the gradient dout of the output; an input that these sizes lack is None
+    # draws the inputs in the order of `INPUTS`, then the gradient dout of the output; one that these sizes lack is None
     make: Callable[[Any, Random], Sequence[Tensor | None]]
     # binds the public operator to these sizes: a function of the inputs and a backend
     bind: Callable[[Any], Callable[..., Tensor]]
@@ -137,7 +137,7 @@ class Cases:
 
     @functools.cached_property
     def INPUTS(self) -> tuple[str, ...]:
-        """Return the names of the tensor inputs."""
+        """Return the names of the tensor inputs, in the order of the op's arguments and of the gradients."""
         hints = get_type_hints(self.op.CUSTOM_OP.arguments)
         return tuple(name for name, kind in hints.items() if kind in (Tensor, Tensor | None))
 
@@ -195,7 +195,7 @@ class Cases:
         return ["triton", "torch", *(self.PEERS.names if self.PEERS and self.PEERS.takes(sizes) else ())]
 
     def prepare(self, name: str, sizes: Any, device: Any) -> tuple[Callable[..., Tensor], list[Tensor | None]]:
-        """Return the function of one of `implementations`, and its inputs."""
+        """Return the function of one of `implementations`, or of our function on the backend `name`, and its inputs."""
         inputs = self.layer_inputs(sizes, device)
         if self.PEERS and name in self.PEERS.names:
             return self.PEERS.prepare(name, sizes, inputs)

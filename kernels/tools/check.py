@@ -188,7 +188,8 @@ def planned(cases: Cases, device: Any) -> Iterator[Check]:
     """Yield every check of an operator that this device can run, see `Check`.
 
     Their order is the same in every process and call: `repro.bench.kernels` passes a check to a worker by its number,
-    and continues an interrupted call with the numbers that it lacks.
+    and continues an interrupted call with the numbers that it lacks. Of most operators `repro.bench.campaign` makes only
+    the first four before it measures: what models run stands in front.
     """
     interpreted = triton_launch.INTERPRETED
     dtypes = [name for name in DTYPES if not (interpreted and name == "bf16")]

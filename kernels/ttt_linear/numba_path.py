@@ -1,4 +1,8 @@
-"""TTT-Linear on CPUs, by the loops of `cpu_learner`. Shape letters as in `reference`."""
+"""TTT-Linear on CPUs, by the loops of `cpu_learner`. Shape letters as in `reference`.
+
+`repro.models.fused_block` lays out a block's weights by `join_state` and `lay_taps`, and `fused_loops` runs the loop on
+them by `run_learn`.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,7 +34,8 @@ def run_learn(
     """Return out (B,T,R,H,D) of shape `shape` and states of shape `kept`.
 
     `given` has the tensors of `_prepare` and then the taps of `lay_taps`, or taps without elements; `options` is that
-    of `find_options`. `kept` is `states_shape` for the T and chunk size of the options, or has no elements.
+    of `find_options`. `kept` is `states_shape` for the T and chunk size of the options, or has no elements. What has no
+    elements still has all its axes, see `cpu_loops.Loop.share`.
     """
     out, states = given[3].new_empty(shape), given[3].new_empty(kept)
     _run(learn_forward, shape, *given, out, states, *options)

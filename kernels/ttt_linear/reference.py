@@ -55,7 +55,8 @@ def segment_length(T: int, chunk_size: int) -> int:
 def states_shape(shape: Sequence[int], chunk_size: int, keep_states: bool) -> tuple[int, int, int, int, int, int]:
     """Return the shape of the states before all segments but the first, for q of shape (B,T,R,H,D).
 
-    A state is W with b as its last row. Without `keep_states` there are none. Takes symbolic sizes.
+    A state is W with b as its last row. Without `keep_states` there are none. Takes symbolic sizes. The states of the
+    backend `triton` have another shape, see `triton_fwd.states_shape`.
     """
     B, T, R, H, D = shape
     return B, R, H, (T - 1) // segment_length(T, chunk_size) if keep_states else 0, D + 1, D
@@ -133,7 +134,7 @@ def scan_chunks(
     eps: float,
     inner: Inner = "ln",
 ) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor, Tensor | None]:
-    """Learn chunk by chunk; return (out, G, residual inside the norm) of each chunk, and the final W and b.
+    """Learn chunk by chunk; return (out, G, residual) of each chunk, with the loss ½‖residual‖², and the final W and b.
 
     Args:
         Q_all, K_all, V_all: (...,T,D), in scan order and the compute dtype. lr_all: (...,T).
@@ -173,7 +174,7 @@ def normalise(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def inner_gradient(Z: Tensor, target: Tensor, gamma: Tensor, mu: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return G = dℓ/dZ of ℓ = ½‖γ ⊙ norm(Z) + μ − target‖², and the residual inside the norm."""
+    """Return G = dℓ/dZ of ℓ = ½‖residual‖², and the residual, which is γ ⊙ norm(Z) + μ − target."""
     z, rstd = normalise(Z, eps)
     residual = gamma * z + mu - target
     g = residual * gamma

@@ -54,7 +54,7 @@ def place(T, R, H, reverse):
 
 @triton.jit
 def load_rows(pointer, inside):
-    """Load a tile (n,D), zeros in the rows of tokens that are not `inside`."""
+    """Load a tile (n,D) in its own dtype, zeros in the rows of tokens that are not `inside`."""
     return tl.load(pointer, mask=inside[:, None], other=0.0)
 
 
