@@ -58,6 +58,12 @@ def test_a_stage_that_reads_weights_names_their_files_each_of_a_cell(profile, se
     assert {file.split("/")[2] for file in named} <= cells
 
 
+@pytest.mark.parametrize("profile", PROFILES)
+def test_the_receptive_fields_have_the_labels_that_the_page_judges(profile):
+    """Fig. 8 shows these three designs of TTT; with another label, a design's statements would be left out silently."""
+    assert PROFILES[profile]["visualize"]["receptive_fields"].keys() >= {"Vanilla TTT", "+ Dual", "+ Conv2d"}
+
+
 def test_digits_holds_every_suite():
     """17 variants twice and 3 of them on other data, 28 readings and ours, 31 of the study, twice 26 of KV binding, twice
     21 of T5.

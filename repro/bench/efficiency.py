@@ -80,13 +80,13 @@ def run_sweep(
     blocks = params.plan(device.type, runtime.threads)
     specs = [spec for block in blocks for spec in block]
     schedule = make_schedule(specs, 60 * (params.minutes or math.inf), started)
-    find_share = share_finder(batch_size=params.batch_size, dtype=params.dtype, device=device.type)
+    find_share = share_finder(dtype=params.dtype, device=device.type)
     try:
         for block in blocks:
             for run in range(1, params.runs + 1):
                 passes = params.runs - run + 1
                 measure_rows(block, sheet, schedule, run=run, passes=passes, find_share=find_share)
-                measure_pairs(specs, sheet, schedule, run=run)
+                measure_pairs(specs, sheet, schedule, run=run, find_share=find_share)
     except KeyboardInterrupt:
         raise Interrupted(signal.SIGINT, f"{len(sheet.rows)} rows are kept in {file}") from None
     finally:

@@ -21,6 +21,7 @@ from .sweep import BASIS, RowSchedule, find_family, row_key
 from .unfinished import read_clock
 
 Row = dict[str, Any]
+FindShare = Callable[[str | None, int], float | None]  # (family, batch size) -> share, see `share_finder`
 
 
 def _read_size(text: str) -> list[int]:
@@ -138,7 +139,7 @@ def measure_rows(
     run: int = 1,
     passes: int = 1,
     keep_failures: bool = True,
-    find_share: Callable[[str | None], float | None] = lambda family: None,
+    find_share: FindShare = lambda family, batch_size: None,
 ) -> None:
     """Measure every row that the sheet lacks and that fits into the time, and print a line for each.
 
@@ -147,7 +148,7 @@ def measure_rows(
         run: the number of this repetition of the rows, from 1 on.
         passes: how many runs are to come, including this one; each gets an equal share of the time.
         keep_failures: whether to record a row as `failed` if its process breaks, instead of raising a RunError.
-        find_share: family -> value of `op_share_of_copy_percent` in its rows, see `share_finder`.
+        find_share: see `share_finder`.
 
     Raises:
         RunError: a measuring process broke, and failures are not kept.
@@ -160,12 +161,13 @@ def measure_rows(
         if row is not None:
             schedule.note(spec, row)
     for number, (spec, remaining_s) in enumerate(schedule.walk(todo, passes), 1):
-        share = find_share(find_family(vars(spec))[0])
         progress = f"{number} of {len(todo)}{_format_remaining(remaining_s)}"
-        _measure(spec, sheet, schedule, run, progress, keep_failures, {"op_share_of_copy_percent": share})
+        _measure(spec, sheet, schedule, run, progress, find_share, keep_failures)
 
 
-def measure_pairs(specs: Sequence[RowSpec], sheet: Sheet, schedule: RowSchedule, *, run: int = 1) -> None:
+def measure_pairs(
+    specs: Sequence[RowSpec], sheet: Sheet, schedule: RowSchedule, *, run: int = 1, find_share: FindShare
+) -> None:
     """Compare each model that ran out of memory with `BASIS` at a smaller batch.
 
     The batch is halved until both models of a size fit into memory; their rows at each batch are kept.
@@ -184,29 +186,30 @@ def measure_pairs(specs: Sequence[RowSpec], sheet: Sheet, schedule: RowSchedule,
                 schedule.left_out += todo
                 break
             for each in todo:
-                _measure(each, sheet, schedule, run, f"pair at batch {batch_size}")
+                _measure(each, sheet, schedule, run, f"pair at batch {batch_size}", find_share)
             if all((sheet.find(each, run) or {}).get("status") == "ok" for each in pair):
                 break
             batch_size //= 2
 
 
-def share_finder(*, batch_size: int, dtype: str, device: str) -> Callable[[str | None], float | None]:
-    """Return a function from family to `op_rate.measure_share` in percent; None for a family without such an operator.
+def share_finder(*, dtype: str, device: str) -> FindShare:
+    """Return a function that gives rows their `op_share_of_copy_percent`: `op_rate.measure_share` of their family.
 
-    A share is measured and printed when it is asked for the first time, then cached; one that fails is None, too.
+    It is None for a family without such an operator. A share is measured and printed when it is asked for the first
+    time, then cached; one that fails is None, too.
     """
 
     @cache
-    def find_share(family: str | None) -> float | None:
+    def find_share(family: str | None, batch_size: int) -> float | None:
         if family not in RATED_OPERATORS:
             return None
         try:
             share = measure_share(family, batch_size=batch_size, dtype=dtype, device=device)
         except RuntimeError as error:  # out of memory, or no kernel
             said = next(iter(str(error).strip().splitlines()), "no message")
-            print(f"the operator of {family}: not measured: {said}", flush=True)
+            print(f"the operator of {family} at batch {batch_size}: not measured: {said}", flush=True)
             return None
-        print(f"the operator of {family}: {share:.0f} % of the bandwidth of a copy", flush=True)
+        print(f"the operator of {family} at batch {batch_size}: {share:.0f} % of the bandwidth of a copy", flush=True)
         return share
 
     return find_share
@@ -233,13 +236,14 @@ def _measure(
     schedule: RowSchedule,
     run: int,
     progress: str,
+    find_share: FindShare,
     keep_failures: bool = True,
-    also: Mapping[str, Any] = {},
 ) -> None:
-    """Measure a row, add it to the sheet with the fields `also`, and print it, unless the time ends before it does.
+    """Measure a row, add it to the sheet with its share, and print it, unless the time ends before it does.
 
     `progress` begins the printed line; the other arguments are those of `measure_rows`.
     """
+    share = find_share(find_family(vars(spec))[0], spec.batch_size)
     began = time.monotonic()
     emulation = explain_emulation(spec.dtype) if spec.device == "cpu" else None
     try:
@@ -251,4 +255,7 @@ def _measure(
         # one failed row must not end an hour of measuring
         row = unmeasured_row(spec, "failed", str(error).removeprefix(f"{spec.row_id}: "))
     if schedule.note(spec, row, time.monotonic() - began):
-        print(f"[{progress}] {_format_row(spec, sheet.add(spec, run, {**row, **also}))}", flush=True)
+        print(
+            f"[{progress}] {_format_row(spec, sheet.add(spec, run, {**row, 'op_share_of_copy_percent': share}))}",
+            flush=True,
+        )

@@ -48,7 +48,7 @@ class Kept(NamedTuple):
         projected: (B,T,5D+P), the mixer's projection.
         k, q, z: (B,T,2,H,d), the learner's keys, queries and output.
         lr: (B,T,H), the learning rates.
-        states: the learner's states, see `kernels.ttt_linear.reference.states_shape`.
+        states: the learner's states, see `kernels.ttt_linear.triton_fwd.states_shape`.
         y: (B,T,D), the input of the output projection.
         stream: (B,T,D), the input of norm2.
         hidden: (B,T,F+8), SwiGLU's hidden units and columns of ones.

@@ -74,8 +74,8 @@ def measure_rows(specs, sheet, **how):
     module.measure_rows(specs, sheet, make_schedule(specs), **how)
 
 
-def measure_pairs(specs, sheet):
-    module.measure_pairs(specs, sheet, make_schedule(specs))
+def measure_pairs(specs, sheet, find_share=lambda family, batch_size: None):
+    module.measure_pairs(specs, sheet, make_schedule(specs), find_share=find_share)
 
 
 def test_rows_of_this_measurement_are_not_measured_again(measured, open_sheet, capsys):
@@ -174,12 +174,24 @@ def test_the_share_of_a_copy_is_measured_once_of_a_family_with_an_operator_and_s
 ):
     asked = []
     monkeypatch.setattr(module, "measure_share", lambda family, **about: asked.append(family) or 7.0)
-    find_share = share_finder(batch_size=2, dtype="fp32", device="cpu")
+    find_share = share_finder(dtype="fp32", device="cpu")
     models = [(side, f"{name}_tiny_patch16_224") for side in (32, 64) for name in ("vim", "vittt")]
     specs = [RowSpec(model=model, image_size=(side, side)) for side, model in models]
     measure_rows(specs, sheet, find_share=find_share)
     assert [row["op_share_of_copy_percent"] for row in read_rows(sheet.path)] == [7.0, None, 7.0, None]
     assert asked == ["vim"]
+
+
+def test_a_pair_at_a_smaller_batch_has_the_share_at_this_batch(measured, sheet):
+    """Without it, no ratio is given against the family."""
+    vim = "vim_tiny_patch16_224"
+    measured.fits, specs = {vim: 4}, [RowSpec(model=m, image_size=(32, 32), batch_size=8) for m in (vim, VITTT)]
+    measure_rows(specs, sheet)
+    measure_pairs(specs, sheet, lambda family, batch_size: batch_size if family == "vim" else None)
+    shares = {
+        row["batch_size"]: row["op_share_of_copy_percent"] for row in read_rows(sheet.path) if row["model"] == vim
+    }
+    assert shares == {8: None, 4: 4}
 
 
 def test_a_share_that_cannot_be_measured_is_a_line_and_costs_no_row(measured, sheet, monkeypatch, capsys):
@@ -188,9 +200,9 @@ def test_a_share_that_cannot_be_measured_is_a_line_and_costs_no_row(measured, sh
 
     monkeypatch.setattr(module, "measure_share", refuse)
     specs = [RowSpec(model="vim_tiny_patch16_224", image_size=(32, 32))]
-    measure_rows(specs, sheet, find_share=share_finder(batch_size=2, dtype="fp32", device="cpu"))
+    measure_rows(specs, sheet, find_share=share_finder(dtype="fp32", device="cpu"))
     assert [(row["status"], row["op_share_of_copy_percent"]) for row in read_rows(sheet.path)] == [("ok", None)]
-    assert "the operator of vim: not measured: CUDA out of memory\n" in capsys.readouterr().out
+    assert "the operator of vim at batch 1: not measured: CUDA out of memory\n" in capsys.readouterr().out
 
 
 def test_the_file_says_what_was_measured(measured, sheet):

@@ -122,7 +122,8 @@ def _of_fields(m: Mapping[str, Any], unlearnt: Mapping[str, str]) -> list[_Findi
     if not known.issuperset(_DESIGNS):
         return []
     one, both, radial = (fields[name] for name in _DESIGNS)
-    shown = {"DeiT": "DeiT", "Vim": "Vim", "Vittt": "+ Conv2d"}
+    # the default run has no DeiT, but one with Vittt's convolution, by its own name
+    shown = {name: name for name in ("DeiT", "DeiT + 3x3 conv", "Vim")} | {"Vittt": "+ Conv2d"}
     radii = {name: fields[key]["radius_90_px"] for name, key in shown.items() if key in known - unlearnt.keys()}
     side, ahead = radial["image_size"], one["share_ahead"]
     covered = ", ".join(f"{name} {radius:.0f}" for name, radius in radii.items())
