@@ -28,6 +28,13 @@ def test_every_profile_has_every_section(profile):
     assert PROFILES[profile].keys() == PROFILES["mini"].keys()
 
 
+@pytest.mark.parametrize("profile", PROFILES)
+def test_every_data_set_has_a_folder(profile):
+    """Without one, `repro doctor` and `repro prepare-data` fail."""
+    roots = PROFILES[profile]["runtime"]["data_roots"]
+    assert not [name for name, cell in PROFILES[profile]["prepare_data"].items() if not {name, cell["kind"]} & {*roots}]
+
+
 @pytest.mark.parametrize("section", [*TASKS, "prepare_data", "tune"])
 @pytest.mark.parametrize(("one", "other"), [*itertools.combinations(PROFILES, 2)])
 def test_a_name_means_one_cell_in_all_profiles(one, other, section):
