@@ -115,6 +115,13 @@ def test_no_stage_depends_on_raw_data_or_on_runtime():
     assert not [section for section in sections if section.startswith("runtime")]
 
 
+@pytest.mark.parametrize("stage", [stage for stage in GRAPH if TABLE[stage].alone])
+def test_times_are_measured_again_by_other_code_and_on_another_machine(stage):
+    """A committed time would else stay valid where nobody measured it."""
+    needed = {"kernels", "repro/bench", "repro/models", "results/environment/metrics.json"}
+    assert needed <= set(definition(stage)["deps"])
+
+
 @pytest.mark.parametrize("stage", [stage for stage in GRAPH if TABLE[stage].task])
 def test_a_training_depends_on_golden_losses_in_place_of_code(stage):
     deps = definition(stage)["deps"]
