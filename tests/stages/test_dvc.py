@@ -115,6 +115,32 @@ def test_no_stage_depends_on_raw_data_or_on_runtime():
     assert not [section for section in sections if section.startswith("runtime")]
 
 
+@pytest.mark.parametrize(
+    ("stage", "modules", "free"),
+    [
+        ("complexity", "repro/bench/complexity.py", ("repro/core/",)),
+        # closed forms run no kernel; the paper's recipe belongs to trainings
+        (
+            "readings",
+            "repro/papers/vision_ttt/readings.py",
+            ("kernels/", "repro/core/", "repro/data/", "repro/papers/rec"),
+        ),
+        ("theory", "repro/papers/vision_ttt/theorems.py", ("repro/core/", "repro/data/")),
+        ("efficiency", "repro/bench/efficiency.py", ("repro/core/",)),
+        # `repro measure` trains, whose parts are in the module of which the report takes a page
+        ("report", "repro/papers/**/*.py repro/report/*.py", ("repro/runs/", "repro/tasks/", "repro/training/")),
+    ],
+)
+def test_a_stage_that_computes_depends_on_the_code_that_it_imports(stage, modules, free):
+    """But for what has no part in its numbers, `free`."""
+    found = [file.relative_to(ROOT) for pattern in modules.split() for file in ROOT.glob(pattern)]
+    names = [".".join(file.with_suffix("").parts) for file in found]
+    assert names
+    files = [file for file in import_closure(ROOT, names) if not file.endswith("/__init__.py")]
+    covered = tuple(dep if dep.endswith(".py") else f"{dep}/" for dep in definition(stage)["deps"])
+    assert [file for file in files if not file.startswith((*covered, *free))] == []
+
+
 @pytest.mark.parametrize("stage", [stage for stage in GRAPH if TABLE[stage].alone])
 def test_times_are_measured_again_by_other_code_and_on_another_machine(stage):
     """A committed time would else stay valid where nobody measured it."""
