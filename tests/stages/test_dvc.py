@@ -34,6 +34,11 @@ def outs_of(stage: str) -> list[str]:
     return [name for outs in kinds for out in outs for name in ([out] if isinstance(out, str) else out)]
 
 
+def list_code(stage: str) -> tuple[str, ...]:
+    """How the names of the files begin on which a stage depends."""
+    return tuple(dep if dep.endswith(".py") else f"{dep}/" for dep in definition(stage)["deps"])
+
+
 @pytest.mark.parametrize(
     "file", ["dvc.yaml", "params.yaml", *(f"profiles/{file.name}" for file in sorted((ROOT / "profiles").iterdir()))]
 )
@@ -137,8 +142,7 @@ def test_a_stage_that_computes_depends_on_the_code_that_it_imports(stage, module
     names = [".".join(file.with_suffix("").parts) for file in found]
     assert names
     files = [file for file in import_closure(ROOT, names) if not file.endswith("/__init__.py")]
-    covered = tuple(dep if dep.endswith(".py") else f"{dep}/" for dep in definition(stage)["deps"])
-    assert [file for file in files if not file.startswith((*covered, *free))] == []
+    assert [file for file in files if not file.startswith((*list_code(stage), *free))] == []
 
 
 @pytest.mark.parametrize("stage", [stage for stage in GRAPH if TABLE[stage].alone])
@@ -156,11 +160,17 @@ def test_a_training_depends_on_golden_losses_in_place_of_code(stage):
 
 
 def test_the_golden_losses_are_made_anew_when_any_code_of_a_training_changes():
-    """What the trainings of ten steps import; the papers' recipes are printed alone."""
-    folders = tuple(f"{dep}/" for dep in definition("golden")["deps"])
+    """What the trainings of ten steps import and read, and none of repro/runs that they do not."""
+    covered = list_code("golden")
     tasks = sorted(file.parent.name for file in (ROOT / "repro" / "tasks").glob("*/spec.py"))
     files = import_closure(ROOT, ["repro.runs.golden", *(f"repro.tasks.{task}.spec" for task in tasks)])
-    assert len(files) > 60 and [name for name in files if not name.startswith(folders)] == ["repro/__init__.py"]
+    assert len(files) > 60 and [name for name in files if not name.startswith(covered)] == [
+        "repro/__init__.py",
+        "repro/runs/__init__.py",
+    ]
+    assert "repro/runs/golden.yaml" in definition("golden")["deps"]
+    runs = {f"repro/runs/{file.name}" for file in (ROOT / "repro/runs").glob("*.py")}
+    assert {name for name in runs if name.startswith(covered)} == runs & {*files} - {"repro/runs/__init__.py"}
     assert set(outs_of("golden")) == {f"results/golden/{family}.json" for family in read_cases()["families"]}
 
 
