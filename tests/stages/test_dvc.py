@@ -10,7 +10,8 @@ from ruamel.yaml import YAML
 
 from repro.core.config import load_yaml
 from repro.core.record import DETAILS_FILE, read_json, read_record
-from repro.runs.golden import read_cases
+from repro.models.registry import family_module
+from repro.runs.golden import list_lines, read_cases
 from stages import load_stages
 from stages.report import load_scores
 from tests.conftest import ROOT
@@ -188,6 +189,24 @@ def test_every_cell_names_the_golden_losses_of_its_family(profile):
             stage if stage in ("detect", "segment") else family, family
         )
         assert cell["family"] == (family if family in known else "resnet"), cell["model"]
+
+
+@pytest.mark.parametrize("profile", sorted(file.stem for file in (ROOT / "profiles").iterdir()))
+def test_a_cell_from_random_weights_depends_on_golden_losses_of_its_model(profile):
+    """Detectors and segmenters too, whose task's losses are of few backbones; a ladder of Vittt has Vittt's steps."""
+    cases, sections = read_cases(), load_yaml(ROOT / f"profiles/{profile}.yaml")
+    models = {
+        f"results/golden/{family}.json": {
+            family_module(section["model"]) for _, section in list_lines(cases, family).values()
+        }
+        for family in cases["families"]
+    }
+    for stage in (stage for stage in sections if stage in GRAPH and TABLE[stage].task):
+        for name, cell in sections[stage].items():
+            deps = [dep.replace("${item.family}", cell["family"]) for dep in definition(stage)["deps"]]
+            seen = set().union(*(models.get(dep, ()) for dep in deps))
+            module = family_module(cell["model"]).replace("ladder_vittt", "vittt")
+            assert module in seen or module.startswith("timm.") or cell.get("init"), f"{stage}.{name}"
 
 
 @pytest.mark.parametrize("profile", sorted(file.stem for file in (ROOT / "profiles").iterdir()))
