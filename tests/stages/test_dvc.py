@@ -1,6 +1,7 @@
 """dvc.yaml is true: a data-flow diagram, sections that exist, golden losses in place of code, and no raw data."""
 
 import csv
+import dataclasses
 import json
 import re
 
@@ -35,6 +36,16 @@ def outs_of(stage: str) -> list[str]:
     return [name for outs in kinds for out in outs for name in ([out] if isinstance(out, str) else out)]
 
 
+def list_required(params: type) -> set[str]:
+    """The fields of a section that have no default."""
+    has_none = dataclasses.MISSING
+    return {
+        field.name
+        for field in dataclasses.fields(params)
+        if field.default is has_none and field.default_factory is has_none
+    }
+
+
 def list_code(stage: str) -> tuple[str, ...]:
     """How the names of the files begin on which a stage depends."""
     return tuple(dep if dep.endswith(".py") else f"{dep}/" for dep in definition(stage)["deps"])
@@ -65,7 +76,11 @@ def test_command_code_and_sections_belong_to_the_stage(stage):
         assert found["cmd"] == f"repro {stage.replace('_', '-')}{flag}"
     assert per_cell == TABLE[stage].cells
     assert bool(found.get("always_changed")) != ("deps" in found)
-    assert found.get("params", []) == ([f"{stage}{'.' * per_cell}{key}"] if TABLE[stage].params else [])
+    section = [f"{stage}{'.' * per_cell}{key}"] if TABLE[stage].params else []
+    # what every training has to say, but for the data, which a search names as well, and for what it chooses
+    required = set.intersection(*(list_required(each.params) for each in TABLE.values() if each.task))
+    searched = {f"${{item.cell}}.{name}" for name in required - {"data", "optim"}}
+    assert {*found.get("params", ())} == {*section, *(searched if stage == "tune" else ())}
     own = tuple(f"{root}/{stage}/" + ("${key}/" if per_cell else "") for root in ("results", "artifacts"))
     assert all(f"{name}/".startswith(own) for name in outs_of(stage)) or stage == "report"
 
