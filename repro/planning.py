@@ -99,7 +99,7 @@ class Planner:
         The speed of a training is that of this cell's last run, else the slowest of an equal training in the results.
         """
         unit = f"{stage}@{cell}" if cell else stage
-        if not hasattr(params, "seeds"):
+        if not hasattr(params, "seeds"):  # no training
             seconds, basis = self._find_run(stage, cell, params)
             return PlanRow(unit=unit, hours=seconds / 3600, basis=basis) if seconds else PlanRow(unit=unit)
         with blame(f"{stage}.{cell}", ValueError):

@@ -61,7 +61,7 @@ def command(
     ] = "fp32",
     sha256: Sha256Option = None,
 ) -> None:
-    """Measure top-1 and top-5 accuracy; the records go to results/replications."""
+    """Measure top-1 and top-5 accuracy; the records go to results/replications, or results/own for your own pictures."""
     from repro.inference.evaluate import evaluate
     from repro.papers.vision_ttt.published import find_table1_models, find_table1_top1
 

@@ -67,7 +67,8 @@ class CampaignStep:
     Args:
         name: the step's name, unique in a series: by it a later call knows that the step is complete.
         about: its purpose in words.
-        run: (paths, minutes left or None, start of the series) -> whether the step is complete.
+        run: (paths, minutes left or None, start of the series) -> whether the step is complete. It is pickled for the
+            step's own process, so it cannot be a lambda.
         limit: the most minutes that the step may take in a call with a time limit, so that later steps get their share.
     """
 

@@ -52,7 +52,7 @@ class Setting:
     """A setting of the measurement.
 
     Args:
-        name: `vision` or `paper`.
+        name: `vision` or `paper`, by which `papers.kv_binding.forms` finds the rows.
         tokens: the lengths of the sequence.
         heads, head_dim: heads of every learner, and their width; LaCT has `head_dim` hidden units.
         chunks: measured learner, `lact` or `vittt` -> tokens of a chunk.
@@ -146,7 +146,8 @@ def _make_learners(setting: Setting, tokens: int, device: str) -> dict[str, dict
     """Return learner -> form -> forward pass on one random image; a learner may have the recurrent form only.
 
     `lact_<step>` are the steps of `LACT_STEPS`; of Vittt, `own` runs the kernel with LayerNorm and bias, and `plain`
-    and `dot` run without them. Vittt's operator takes tokens before heads, (B, T, h, d), and LaCT's (B, h, T, d).
+    and `dot` run without them. `papers.kv_binding.forms` has a name for each; the part of a learner before `_` is its key
+    in `Setting.chunks`. Vittt's operator takes tokens before heads, (B, T, h, d), and LaCT's (B, h, T, d).
     """
     generator = torch.Generator().manual_seed(0)
     h, d = setting.heads, setting.head_dim

@@ -111,7 +111,7 @@ class EfficiencyParams:
         return _make_specs(self, models, self.image_sizes, device_type, threads)
 
 
-# the options of a sweep that depend on the device
+# the options of a sweep that depend on the device; the help of `stages.efficiency` repeats them
 _CPU_DEFAULTS = {"sizes": ("T",), "batch_size": 1, "dtype": "fp32", "minutes": 10.0}
 _GPU_DEFAULTS = {"sizes": ("T", "S", "B"), "batch_size": 64, "dtype": "bf16", "minutes": None}
 

@@ -133,7 +133,7 @@ _WORDS = {"greater than or equal to": ">=", "less than or equal to": "<=", "grea
 _WORDS |= {"a valid array": "a list", "an object": "a mapping"}
 # fields that were added after records existed; left out while None, so that old hashes stay valid. A new field that is
 # not here changes the hash of each old record and saved state. Both tuples hold in every dataclass, at any depth
-_NEWER = ("crop_padding",)
+_NEWER = ("crop_padding", "crop_mode")
 _UNHASHED = ("family",)  # names the golden losses that DVC watches; it does not affect the training
 # section of older files -> advice for its cells
 _MOVED = {

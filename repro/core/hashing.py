@@ -9,7 +9,7 @@ from pathlib import Path
 from .errors import UserError
 
 FIRST_PARTY = ("repro", "kernels", "stages")  # the packages of this project
-_DIGITS = 16  # hex digits of a SHA-256 that records keep
+_DIGITS = 16  # hex digits of a SHA-256 that records keep; `training.checkpoint` expects as many in a state's name
 
 
 def short_hash(content: bytes | memoryview | str) -> str:

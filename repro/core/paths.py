@@ -51,7 +51,10 @@ class Paths:
         return self.results / "replications" / device
 
     def artifacts(self, record: Path) -> Path:
-        """Return `artifacts/<stage>/<cell>`, the folder outside of Git of the training with this record in results/."""
+        """Return the folder outside of Git of a record: `artifacts/`, then the record's path in results/ without suffix.
+
+        For `metrics.json` of a cell it is `artifacts/<stage>/<cell>`. `find_record` goes the other way.
+        """
         place = record.relative_to(self.results)
         return self.root / "artifacts" / (place.parent if place.name == "metrics.json" else place.with_suffix(""))
 
@@ -68,7 +71,8 @@ class Paths:
     def run_state(self, stage: str, cell: str, key: str) -> Path:
         """Return `.runs/<stage>/<cell>/<key>`, the folder of a state to resume from.
 
-        It is no DVC out, because DVC deletes outs before a stage starts.
+        It is no DVC out, because DVC deletes outs before a stage starts. The key is that of `TrainParams.state_key`;
+        `graph` finds states by its beginning, `seed_`, and without it would call no stage `interrupted`.
         """
         return self.root / ".runs" / stage / cell / key
 

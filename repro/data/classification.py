@@ -57,13 +57,14 @@ def train_transform(settings: TransformSettings) -> Callable[[Image.Image], torc
 
 
 def eval_transform(settings: TransformSettings) -> Callable[[Image.Image], torch.Tensor]:
-    """Build timm's evaluation transform, PIL to uint8 (3, image_size, image_size): resize by crop_pct, centre crop."""
+    """Build timm's evaluation transform, PIL to uint8 (3, image_size, image_size): resize by crop_pct, crop by mode."""
     return create_transform(
         settings.image_size,
         is_training=False,
         use_prefetcher=True,
         interpolation=settings.interpolation,
         crop_pct=settings.crop_pct,
+        crop_mode=settings.crop_mode,
     )
 
 

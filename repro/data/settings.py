@@ -63,6 +63,8 @@ class TransformSettings:
     interpolation: Literal["bicubic", "bilinear", "nearest"] = "bicubic"  # the filter of every resize
     # evaluation resizes the short side to image_size / crop_pct and crops the centre
     crop_pct: float = bounded(0.875, gt=0, le=1)
+    # evaluation of some of timm's weights: `squash` resizes both sides, `border` pads the short one; null: the crop above
+    crop_mode: Literal["squash", "border"] | None = None
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)  # of red, green and blue, for values in [0, 1]
     std: tuple[Annotated[float, Each(gt=0)], ...] = (0.229, 0.224, 0.225)
 
@@ -87,6 +89,7 @@ class TransformSettings:
         """
         size = [3, self.image_size, self.image_size]
         shared = {name: getattr(self, name) for name in ("interpolation", "crop_pct")}
+        shared |= {"crop_mode": self.crop_mode} if self.crop_mode else {}  # files of before have no such key
         return {"input_size": size, **shared, "mean": list(self.mean), "std": list(self.std)}
 
     @classmethod
@@ -96,6 +99,8 @@ class TransformSettings:
         `image_size` overrides its size.
         """
         shared = {name: preprocessing[name] for name in ("interpolation", "crop_pct")}
+        mode = preprocessing.get("crop_mode", "center")
+        shared |= {} if mode == "center" else {"crop_mode": mode}
         statistics = {name: tuple(preprocessing[name]) for name in ("mean", "std")}
         return cls(image_size=image_size or preprocessing["input_size"][-1], **shared, **statistics)
 

@@ -254,7 +254,7 @@ def measure_on_data(
 ) -> None:
     """Run `explain_attention` on 32 images of the reported split.
 
-    The record is results/replications/<device>/attention/<model>_<data>_<weights>.json, without a teacher
+    The record is attention/<model>_<data>_<weights>.json in the folder of `DataCell.records`, without a teacher
     <model>_<data>_<weights>_no_teacher.json. The report finds it by `by_layer` with a `teacher_hash`; records of
     `distributions` have `by_layer`, too.
     """

@@ -46,7 +46,7 @@ class Classifier:
     def measure_accuracy(
         self, tree: Tree, *, batch_size: int, workers: int, dtype: str = "fp32", progress: Progress | None = None
     ) -> dict[str, float]:
-        """Compute `top1_percent`, `top5_percent`, `held_out_loss` and `held_out_images` over a tree's reported split.
+        """Compute the scores of `tasks.classification.task.accuracy` over a tree's reported split.
 
         Args:
             workers: processes that read the images.

@@ -116,7 +116,7 @@ def _measure_layers(classifier: Classifier, cell: DataCell, workers: int) -> lis
 def record_distributions(classifier: Classifier, cell: DataCell, paths: Paths, runtime: Runtime) -> None:
     """Print and record `_measure_layers` for a trained model, and for the same model with random weights.
 
-    The record is under results/replications/<device>/probes.
+    For the file of the record see `record_probe`.
 
     Raises:
         UserError: as `_measure_layers`; or the data have other classes than the model, or fewer than four images.

@@ -82,9 +82,12 @@ def draw_map(
             _draw_inner_map(classifier, images, inputs, map, output, caption)
         except ValueError as error:
             raise UserError(f"{weights or classifier.name}: {error}; use --map erf") from None
-    size = classifier.transform.image_size
-    resized = f"resized to a short side of {round(size / classifier.transform.crop_pct)} px"
-    print(f"{output}: {count}, {resized}; the model sees the central {size}x{size}")
+    size, mode = classifier.transform.image_size, classifier.transform.crop_mode
+    if mode is None:
+        resized = f"resized to a short side of {round(size / classifier.transform.crop_pct)} px"
+        print(f"{output}: {count}, {resized}; the model sees the central {size}x{size}")
+    else:
+        print(f"{output}: {count}, brought to {size}x{size} by crop_mode {mode}")
 
 
 def _draw_inner_map(

@@ -125,7 +125,8 @@ class VisualizeParams:
         seed: of the choice of images.
         images: number of images over which maps and losses are averaged (the paper: 128).
         shown: number of images in the figure of gradients, evenly spaced over the classes.
-        receptive_fields: label -> model, in the order of Fig. 8.
+        receptive_fields: label -> model, in the order of Fig. 8. `papers.vision_ttt.sections` looks for labels of that
+            figure, such as `+ Dual`; models with other labels are shown and not judged.
         field_images: number of images over which receptive fields are averaged.
         probes: changes of the inner loop, see `repro.inference.probes`.
         probe_images: most images for the accuracy of a probe.

@@ -247,7 +247,7 @@ def run_probe(classifier: Classifier, tree: Tree, name: str, workers: int) -> di
 def compare_probe(classifier: Classifier, cell: DataCell, name: str, paths: Paths, runtime: Runtime) -> None:
     """Print and record a model's accuracy and inner losses on the reported split, unchanged and with a probe.
 
-    The record is under results/replications/<device>/probes.
+    For the file of the record see `record_probe`.
 
     Raises:
         UserError: as `run_probe`; or the data have other classes than the model.
@@ -293,7 +293,10 @@ def record_probe(
     started: float,
     backend: str = "torch",
 ) -> None:
-    """Write the record of a probe; `started` is the time of `time.monotonic` at its start."""
+    """Write probes/<model>_<data>_<weights>/<probe>.json into the folder of `DataCell.records`.
+
+    `started` is the time of `time.monotonic` at the start of the probe.
+    """
     identity = make_identity(
         paths.root, params, data_manifest=cell.manifest_path, device=device_label(device), dtype="fp32", backend=backend
     )

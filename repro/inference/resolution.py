@@ -96,7 +96,8 @@ def _evaluate(
     """
     alike: dict[tuple, list[str]] = {}
     for family, classifier in classifiers.items():
-        alike.setdefault((classifier.transform.crop_pct, classifier.transform.interpolation), []).append(family)
+        settings = classifier.transform
+        alike.setdefault((settings.crop_pct, settings.crop_mode, settings.interpolation), []).append(family)
     scores = {}
     for families in alike.values():
         first = classifiers[families[0]]

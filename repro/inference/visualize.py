@@ -34,6 +34,8 @@ def visualize(params: VisualizeParams, paths: Paths, runtime: Runtime) -> None:
     """Write results/visualize/{metrics.json, run.json} and three figures.
 
     A receptive field whose weights are missing is left blank in the figure, and is null with a reason in the record.
+    The names of states, such as `before` and `epoch 0`, label the figures and are keys of the record, which
+    `papers.vision_ttt.sections` reads.
 
     Raises:
         UserError: missing data, or missing weights or snapshots of the cell.

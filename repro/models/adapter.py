@@ -2,8 +2,8 @@
 
 Convolutions turn the image into a spatial prior, which exchanges information with the backbone's tokens four times.
 Before each quarter of the blocks, an injector adds the prior to the patch tokens; after it, an extractor adds the patch
-tokens to the prior. Both use deformable attention. The adapter needs only the PlainBackbone protocol, and leaves class
-tokens unchanged.
+tokens to the prior. Both use deformable attention. The adapter needs the PlainBackbone protocol and timm's methods
+`reset_classifier` and `no_weight_decay`, and leaves class tokens unchanged.
 
 Shape letters: B images of H x W pixels, D width, N = h·w patch tokens (h = H/16, w = W/16), K = 4N + N + N/4 tokens of
 the prior on grids of strides 8, 16 and 32, M heads, L levels, P points.
@@ -118,7 +118,7 @@ class DeformableAttention(nn.Module):
         return self.output_proj(ms_deform_attn(value, grids, locations, weights, backend=self.backend).flatten(2))
 
     def selected_backend(self, dtype: torch.dtype) -> str:
-        """Return the implementation of the sampling that runs on this layer's device for values of `dtype`."""
+        """Return the sampling's backend here for values of `dtype`; `set_backend` finds a layer by this name."""
         return selected_backend(self.backend, next(self.parameters()).device, dtype=dtype)
 
 
@@ -180,6 +180,7 @@ class SpatialPrior(nn.Module):
             """Build the layers of a 3x3 convolution with BatchNorm and ReLU, from `before` to `after` channels."""
             return [nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
 
+        # modules, not functions: `bench.adapted` counts biases, ReLU and pooling by hooks
         stem = [
             *conv(3, channels, 2),
             *conv(channels, channels, 1),

@@ -284,7 +284,7 @@ def resample_positions(
 
 
 def _fit_positions(model: Backbone, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
-    """Resample `pos_embed` before loading, also for timm's `checkpoint_path=FILE` and `pretrained=True`."""
+    """Resample `pos_embed` where timm (`checkpoint_path=FILE`) or PyTorch loads; `weights.load_state` refuses."""
     if (own := getattr(model, "pos_embed", None)) is not None:
         fit_table(state, f"{prefix}pos_embed", own, model.grid_size, model.resample_table)
 

@@ -73,7 +73,8 @@ class Checkpoint:
         """Build the classifier with its weights, in eval mode.
 
         `image_size` is a side, or height and width, in pixels; the default is that of the training. For another size,
-        position tables are resampled.
+        position tables are resampled. The build draws first weights from PyTorch's global generator also where all are
+        replaced, and scores of detectors that exist depend on that, see `read_state`.
 
         Raises:
             UserError: a dense model, weights that do not fit, or a size that the model does not take.
@@ -265,6 +266,9 @@ def _describe_published(published: Published) -> Checkpoint:
 
 def require_same_architecture(checkpoint: Checkpoint, name: str, options: Mapping[str, Any]) -> None:
     """Refuse weights of another model than `name`, of `options` that change the architecture, or of a dense task.
+
+    Options are compared for a file of this project alone. Weights of another origin are refused later by their shapes,
+    so an option that changes no shape, such as `step`, is not noticed.
 
     Raises:
         UserError: naming the difference.

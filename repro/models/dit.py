@@ -50,6 +50,7 @@ class DiTBlock(nn.Module):
         super().__init__()
         self.cpe = build_cpe(dim) if cpe else None
         self.norm1 = nn.LayerNorm(dim, eps=EPS, elementwise_affine=False)
+        # the training of denoisers finds the inner weights by this name, too (`tasks.generation.task`)
         self.attn = build_mixer(mixer, dim, num_heads)
         self.norm2 = nn.LayerNorm(dim, eps=EPS, elementwise_affine=False)
         self.mlp = Mlp(dim, 4 * dim, act_layer=functools.partial(nn.GELU, approximate="tanh"))
@@ -137,7 +138,10 @@ class Denoiser(OperatorModel):
             nn.init.zeros_(linear.weight)
 
     def new_parameters(self) -> set[str]:
-        """Return the names of a DiT5's parameters that a DiT of the same shell does not have."""
+        """Return the names of a DiT5's parameters that a DiT of the same shell does not have.
+
+        There are none for a DiT3, too: `tasks.generation` takes a model with such names for a DiT5.
+        """
         mixers = {name: module for name, module in self.named_modules() if isinstance(module, InnerMixer)}
         return {f"{name}.{own}" for name, mixer in mixers.items() for own in mixer.new_parameters()}
 

@@ -10,7 +10,8 @@ Grid = tuple[int, int]  # rows and columns, or the (H, W) of an image in pixels
 class PatchConv(nn.Conv2d):
     """Patch embedding: a convolution whose stride is its kernel, computed as one matrix product.
 
-    The result is channels-last, so the flattened tokens are contiguous and the first block needs no copy.
+    The result is channels-last, so the flattened tokens are contiguous and the first block needs no copy. It is a
+    `Conv2d` also because hooks of `inference.erf` and `bench.adapted` find it by this class.
     """
 
     def __init__(self, in_channels: int, out_channels: int, patch_size: int):

@@ -38,6 +38,8 @@ class KeyNorm(nn.Module):
 
     `instance` is (k - mean) / √(var + 1) over the tokens, per image and channel, as in the release. `no_std` leaves the
     division out, and `no_mean` the subtraction. `layer` and `rms` normalise over the channels of a token.
+
+    `bench.fvcore` counts `instance` by a hook on this module, and counts nothing where the module is not called.
     """
 
     def __init__(self, kind: KeyNormKind):
@@ -148,7 +150,10 @@ class InnerMixer(nn.Module):
         return self.proj(self.mix(*self.qkv(x_BNC).chunk(3, dim=-1), grid, rates))
 
     def mix(self, q_BNC: Tensor, k_BNC: Tensor, v_BNC: Tensor, grid: Grid, rates_BhN: Tensor | None = None) -> Tensor:
-        """Mix projected queries, keys and values (B, N, C), with optional token rates (B, h, N), to (B, N, C)."""
+        """Mix projected queries, keys and values (B, N, C), with a dynamic rate's token rates (B, h, N), to (B, N, C).
+
+        `inference.attention` calls it with the outputs of `qkv`, so all that acts on them belongs here.
+        """
         q, k, v = q_BNC, k_BNC, v_BNC
         if self.affine is not None:
             scale, offset = self.affine.unbind(-1)

@@ -71,7 +71,10 @@ class FastWeights(nn.Module):
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
 
     def selected_backend(self, dtype: torch.dtype) -> str:
-        """Return the form that runs here; see `repro.models.fast_weights.choose_form`."""
+        """Return the form that runs here; see `repro.models.fast_weights.choose_form`.
+
+        `set_backend` finds a layer by the name of this method.
+        """
         return choose_form(self.loop, self.backend, getattr(self, self.weight_names[0]).device)
 
     def forward(self, x_BNC: Tensor, grid: Grid) -> Tensor:
@@ -122,7 +125,8 @@ class LaCT(ClassFreeViT):
         step: `own`, `ascent`, `q_is_k`, or `v1` to `v6`; see `repro.models.fast_weights.LACT_STEPS`.
         muon, norm: options of `InnerLoop`; None keeps those of `step`.
         order, chunk_size, inner_steps: options `order`, `chunk_size` and `steps` of `InnerLoop`.
-        inner_ratio: hidden units of the fast model, as a multiple of the head dimension.
+        inner_ratio: hidden units of the fast model, as a multiple of the head dimension; ignored by the steps from `v3`
+            on, whose model is one matrix.
         kwargs: see `ClassFreeViT`.
 
     Raises:

@@ -97,7 +97,10 @@ class MambaVisionMixer(nn.Module):
         return F.conv2d(x_bCL.unsqueeze(2), weight, padding=(0, reach), groups=len(weight)).squeeze(2)
 
     def selected_backend(self, dtype: torch.dtype) -> str:
-        """Return the backend of the selective scan that runs here for activations of `dtype`."""
+        """Return the backend of the selective scan that runs here for activations of `dtype`.
+
+        `set_backend` finds a layer by the name of this method.
+        """
         return selected_backend(self.backend, self.A_log.device, state_dim=STATE_DIM, dtype=dtype)
 
 
@@ -237,7 +240,10 @@ class MambaVision(Hierarchy):
         }
 
     def paper_mac_terms(self, image_size: Grid) -> dict[str, int]:
-        """Return the counts by the authors' convention: 2-D convolutions and linear layers alone."""
+        """Return the counts by the authors' convention: 2-D convolutions and linear layers alone.
+
+        `bench.flops` finds the method by its name.
+        """
         sizes = [h * w for h, w in self.grids_of(*image_size)]
         height, width = (-(-side // 2) for side in image_size)
         stages, N = self._window_stages(image_size), STATE_DIM

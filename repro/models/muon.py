@@ -24,7 +24,7 @@ COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
 def newton_schulz(G: Tensor, kind: str) -> Tensor:
     """Orthogonalise G (..., m, n): iterate X ← aX + (bA + cA²)X, A = XXᵀ, from X = G / (‖G‖_F + ε).
 
-    The result has the shape and dtype of G, and singular values near 1.
+    The result has the shape and dtype of G, and singular values near 1; `frobenius` only divides by the norm.
 
     Raises:
         ValueError: G is a vector.

@@ -75,8 +75,14 @@ class NativePyramid(Pyramid):
         return [norm(level) for norm, level in zip(self.norms, maps, strict=True)]
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Switch gradient checkpointing of the backbone, if its family has it."""
-        self.backbone.set_grad_checkpointing(enable)
+        """Switch gradient checkpointing of the backbone; UserError for True in a family of timm's without it."""
+        try:
+            self.backbone.set_grad_checkpointing(enable)
+        except AssertionError:  # how timm refuses
+            problem = "cannot recompute its blocks in the backward pass"
+            raise UserError(
+                f"{type(self.backbone).__name__} {problem}; train it with recompute_blocks: false"
+            ) from None
 
     def group_matcher(self, coarse: bool = False, prefix: str = "") -> dict[str, Any]:
         """Return the backbone's own patterns; everything else is the last layer.
@@ -112,7 +118,8 @@ def build_pyramid(
     """Build the pyramid of a registered backbone: a plain one with a ViT-Adapter, a hierarchical one from its maps.
 
     Args:
-        name: a model of this project, a ViT of timm's, or any model of timm's with maps of strides 4 to 32.
+        name: a model of this project, a ViT of timm's, or any model of timm's that has maps of strides 4 to 32 and the
+            option `drop_path_rate`.
         options: further arguments of the backbone, among them the `img_size` of its training if not the default.
         drop_path_rate: rate of the backbone's last block, to which the rates rise linearly from 0, and of the adapter's
             extractors.

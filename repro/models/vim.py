@@ -153,7 +153,10 @@ class VimMixer(nn.Module):
         return *found, found[0].new_zeros(2, self.inner)
 
     def selected_backend(self, dtype: torch.dtype) -> str:
-        """Return the backend of the selective scan that runs here for activations of `dtype`."""
+        """Return the backend of the selective scan that runs here for activations of `dtype`.
+
+        `set_backend` finds a layer by the name of this method.
+        """
         return selected_backend(self.backend, self.A_log.device, state_dim=STATE_DIM, dtype=dtype)
 
 
@@ -219,7 +222,8 @@ class Vim(Backbone):
     def reported_mac_terms(self, grid: Grid) -> tuple[str, dict[str, int]]:
         """Return `blocks`, whose multiply-adds the papers count differently, and the papers' count for one image.
 
-        The count is Eq. 13: 6TD² + 18·T·2D·16 per block, without convolutions and small projections.
+        The count is Eq. 13: 6TD² + 18·T·2D·16 per block, without convolutions and small projections. `bench.adapted`
+        finds the method by its name. It takes `blocks` for all blocks, and any other word for the name of an operator.
         """
         D, T = self.embed_dim, grid[0] * grid[1] + 1
         return "blocks", {"eq_13": self.depth * (6 * T * D * D + PAPER_SCAN_MACS * T * EXPAND * D * STATE_DIM)}

@@ -110,6 +110,7 @@ class InnerTraining(nn.Module):
 
         The step `v1` gates values and outputs by SiLU(x w2); steps `*_as_run` keep the factor k w1 that the authors'
         code has on the values (see `STEPS`). The learner of the heads ignores its grid, (1, N).
+        `papers.kv_binding.formulas` calls this method, too.
         """
         q, k, v = (x.contiguous() for x in self._split(qkv, self.num_heads))  # for batched products
         w1 = self.w1.to(k.dtype)

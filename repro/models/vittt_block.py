@@ -26,7 +26,7 @@ class VitttBlock(nn.Module):
     mixer_class: type[TTTMixer] = TTTMixer
     frozen: fused_block.Frozen | None = None  # constants that `Vittt.freeze` precomputed
     # whether `fused_block` may compute it, if it has a convolution and no class tokens. A block that computes anything
-    # else must set it to False
+    # else must set it to False, as `bench.probe` does by this name to measure the plain path
     is_fusible = True
 
     def __init__(

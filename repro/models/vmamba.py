@@ -96,7 +96,10 @@ class SS2D(nn.Module):
         return self.out_proj(self.out_norm(_add_routes(y, (h, w)).to(dtype)).to(v.dtype))
 
     def selected_backend(self, dtype: torch.dtype) -> str:
-        """Return the backend of the selective scan that runs here for activations of `dtype`."""
+        """Return the backend of the selective scan that runs here for activations of `dtype`.
+
+        `set_backend` finds a layer by the name of this method.
+        """
         return selected_backend(self.backend, self.A_logs.device, state_dim=STATE_DIM, dtype=dtype)
 
 
@@ -185,7 +188,7 @@ class VMamba(Hierarchy):
         """Return the counts by fvcore's convention, which the authors and Table 1 use for VMamba's FLOPs.
 
         Besides convolutions and linear layers, each output element of a LayerNorm counts 5, each input element of the
-        pooling 1, and the scan 9·N + 1 per position, channel and route.
+        pooling 1, and the scan 9·N + 1 per position, channel and route. `bench.flops` finds the method by its name.
         """
         sizes, layers = self._layer_macs(image_size)
         C, (height, width) = self.widths[0], (-(-side // 2) for side in image_size)

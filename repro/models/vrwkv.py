@@ -77,7 +77,10 @@ class SpatialMix(nn.Module):
             self.spatial_mix_r.copy_((i / dim).pow(p / 2))
 
     def selected_backend(self, dtype: torch.dtype) -> str:
-        """Return the backend of Bi-WKV that runs on this layer's device for activations of `dtype`."""
+        """Return the backend of Bi-WKV that runs on this layer's device for activations of `dtype`.
+
+        `set_backend` finds a layer by the name of this method.
+        """
         return selected_backend(self.backend, self.spatial_decay.device, dtype=dtype)
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
@@ -185,7 +188,10 @@ class VRWKV(Backbone):
         return tokens + resample_positions(self.pos_embed, self.grid_size, grid), grid
 
     def reported_mac_terms(self, grid: Grid) -> tuple[str, dict[str, int]]:
-        """Return the operator whose multiply-adds the papers count differently, and the papers' count for one image."""
+        """Return the operator whose multiply-adds the papers count differently, and the papers' count for one image.
+
+        `bench.adapted` finds the method by its name, and would keep our count without it.
+        """
         return "vision_ttt.bi_wkv", {"bi_wkv": self.depth * PAPER_WKV_MACS * grid[0] * grid[1] * self.embed_dim}
 
     def no_weight_decay(self) -> set[str]:
@@ -194,7 +200,10 @@ class VRWKV(Backbone):
         return {name for name, _ in self.named_parameters() if name.endswith(".bias") or name.startswith(tuple(norms))}
 
     def decayed_vectors(self) -> set[str]:
-        """Return the decay, the bonus and the layer scale, on which the release uses weight decay."""
+        """Return the decay, the bonus and the layer scale, on which the release uses weight decay.
+
+        `training.optim.build_optimizer` finds the method by its name; under another name these vectors would not decay.
+        """
         vectors = {name for name, parameter in self.named_parameters() if parameter.ndim == 1}
         return vectors - self.no_weight_decay()
 

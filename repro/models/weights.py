@@ -190,7 +190,7 @@ def load_state(
     foreign = [f"{key} not used" for key in used if key not in filled]
     # if no key matches, the file's own keys explain more than the model's missing ones, so they come first
     problems = missing + foreign if used.keys() & filled.keys() else foreign[:2] + missing + foreign[2:]
-    problems += [
+    problems += [  # `pyramid.load_backbone` gives advice where the error has the words "pos_embed is"
         f"{key} is {tuple(used[key].shape)}, expected {tuple(filled[key].shape)}"
         for key in filled
         if key in used and used[key].shape != filled[key].shape

@@ -151,8 +151,10 @@ def find_departures(params: Mapping, resolved: Mapping, printed: Printed) -> lis
         found.append(
             f"data: {params['data']} ({images:,} training images), the paper has ImageNet-1K ({IMAGENET_1K.train:,})"
         )
-    if ours.get("transform.crop_padding") is not None:
-        found.append(f"transform.crop_padding: {ours['transform.crop_padding']}, the paper crops by scale and ratio")
+    crops = {"crop_padding": "the paper crops by scale and ratio", "crop_mode": "the paper evaluates the central crop"}
+    for name, paper in crops.items():
+        if (value := ours.get(f"transform.{name}")) is not None:
+            found.append(f"transform.{name}: {value}, {paper}")
     if options:
         others = [key for key in flat if key.startswith("options.") and key not in options]
         found += [f"{key}: {_show(flat[key])}, the paper has the model's own" for key in others]
@@ -191,6 +193,7 @@ def lines(resolved: Mapping, departures: list[str]) -> list[str]:
 
     padded = resolved["transform"].get("crop_padding") is not None
     rows, crop = [], ("crop_padding",) if padded else ("scale", "ratio")
+    mode = ("crop_mode",) if resolved["transform"].get("crop_mode") else ()
     if linearize := resolved.get("linearize"):
         trained = "the new weights alone" if linearize["freeze"] else "all weights"
         factor = _show(linearize["new_lr_factor"])
@@ -208,7 +211,7 @@ def lines(resolved: Mapping, departures: list[str]) -> list[str]:
         ("augmentation", listed("transform", "image_size", *crop, "hflip", "interpolation")),
         ("", listed("transform", "auto_augment", "color_jitter", "re_prob")),
         ("mixing", listed("mix")),
-        ("evaluation", listed("transform", "crop_pct", "mean", "std")),
+        ("evaluation", listed("transform", "crop_pct", *mode, "mean", "std")),
         ("precision", listed("precision")),
         *(("inactive", f"{key}: {reason}") for key, reason in resolved["inactive"].items()),
         *(("our choice", choice) for choice in resolved["choices"]),

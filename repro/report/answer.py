@@ -20,7 +20,7 @@ from .markdown import bullets, join, picture, strong, table
 from .paper import ATTENTIONS, Comparison, Question
 from .records import OUTSIDE, describe_origin, describe_seeds, group_by, name_commits
 from .results import Results, SpeedGroup
-from .variants import judge_variants, list_unlike_machines
+from .variants import judge_variants, list_changed_verdicts
 from .verdicts import Status, Verdict, count_statuses, format_counts, format_ours, format_ratio, significant
 
 PIPELINE_FILE = "pipeline.json"
@@ -43,7 +43,8 @@ _Row = tuple[str, str, str, str]  # question, verdict, our numbers, their origin
 def lead_blocks(report: Report) -> str:
     """Write the opening of a paper's page: its claim, our verdicts, the speed against the baseline, and pictures.
 
-    The picture is that of the baseline comparison; without one, the paper's own drawings take its place.
+    The verdicts that another machine changes stand before all others. The picture is that of the baseline comparison;
+    without one, the paper's own drawings take its place. page.md calls this function by name.
     """
     paper, about = report.paper, report.paper.ledger.paper
     claim = f"*{about.title}*, {about.version}. {paper.claim}".rstrip()
@@ -51,7 +52,7 @@ def lead_blocks(report: Report) -> str:
     shown = _comparison_picture(report) or join(
         picture_blocks(f"figures/{name}", name, sources) for name, (sources, _) in drawings
     )
-    return join([claim, list_unlike_machines(report), verdict_blocks(report), speed_blocks(report), shown])
+    return join([claim, list_changed_verdicts(report), verdict_blocks(report), speed_blocks(report), shown])
 
 
 def readme_blocks(reports: Sequence[Report]) -> dict[str, str]:
@@ -104,6 +105,8 @@ def speed_blocks(report: Report) -> str:
 
 def judge_question(own: Sequence[Verdict]) -> tuple[str, str]:
     """Judge the entries of a question; return the end of a sentence about them, and their numbers in words.
+
+    The end begins with a space or a colon, since callers append it to a subject; alone, they strip it.
 
     If all numbers are off by at most `_CLOSE`, the sentence states the largest deviation. Otherwise, `mostly` means
     that three quarters or more match; if fewer do, the sentence counts them. Both list the other outcomes.
@@ -244,8 +247,9 @@ def _papers_table(reports: Sequence[Report]) -> str:
 def note_pipeline(results: Results) -> None:
     """Write results/pipeline.json: the seconds of all stages and of each, how many ran at once, and their commits.
 
-    After `repro run --force` the seconds of all are the time since it began, otherwise the sum of the stages'. The file
-    stays as it is if the seconds of a record are missing, as on a fresh clone, or if only the report runs again.
+    `repro plan` takes a stage's seconds from it on a fresh clone, which has none beside the records. After
+    `repro run --force` the seconds of all are the time since it began, otherwise the sum of the stages'. The file stays
+    as it is if the seconds of a record are missing, as on a fresh clone, or if only the report runs again.
     """
     # without the record of the machine, which has no parameters and no results, and without other profiles' cells
     own = [each for each in results.sources if results.is_by_default(each) and "params_hash" in each.identity]

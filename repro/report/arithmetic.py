@@ -33,7 +33,10 @@ def decimals(printed: str) -> int:
 
 
 def divide(a: Number, b: Number) -> Number:
-    """Return a / b, as an exact fraction unless one of them is a float."""
+    """Return a / b, as an exact fraction unless one of them is a float.
+
+    b = 0 raises a ZeroDivisionError, which `claims` turns into `Missing` where the numbers are ours.
+    """
     return a / b if isinstance(a, float) or isinstance(b, float) else Fraction(a, b)
 
 
@@ -47,4 +50,5 @@ def near(a: Number, b: Number, percent: Number) -> bool:
     return abs(a - b) <= abs(b) * percent / 100
 
 
+# what calls none but these is arithmetic: `claims` gives it the status `declared`, so none may read a record or a model
 FUNCTIONS: dict[str, Callable] = {"ceil": math.ceil, "min": min, "max": max, "saved": saved, "near": near}

@@ -202,7 +202,11 @@ class _Judge:
         return None
 
     def _violation(self, entry: Entry, relation: Relation) -> str | None:
-        """Return evidence that the paper's numbers violate a relation; None if rounding can explain it."""
+        """Return evidence that the paper's numbers violate a relation; None if they satisfy it, perhaps after rounding.
+
+        Raises:
+            Missing: it calls a function of our numbers, so the paper's alone cannot decide it.
+        """
         if relation.requires is not None:
             wrong = (part for part in relation.expression.conjuncts if not self._of_paper(part))
             failing = [part for part in wrong if not self._is_explained_by_rounding(part, bool)]
@@ -305,7 +309,7 @@ class _Judge:
         """Return the value at the medians of the speeds, then at each combination of the ends of their ranges.
 
         A row of one process has no range. The median's value then is the only one, and a statement gets its contrary as
-        well, so that it is not separated.
+        well, so that it is not separated. Memory has no ends: without a speed the one combination repeats the value.
         """
         intervals: dict[str, Interval | None] = {}  # row in words -> the ends of its speed
 

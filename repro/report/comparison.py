@@ -1,4 +1,7 @@
-"""The sections of a paper's page that compare it with ours: counts, tables, claims, contradictions, gaps."""
+"""The sections of a paper's page that compare it with ours: counts, tables, claims, contradictions, gaps.
+
+page.md calls these functions by name and has the headings to which they link.
+"""
 
 import itertools
 from collections.abc import Sequence
@@ -175,6 +178,7 @@ def list_contradictions(report: Report) -> str:
     """List the contradictions with their evidence; entries with the same number and evidence share a row."""
     own = _find_status(report, Status.INCONSISTENT)
     groups = group_by(own, lambda each: (each.entry.printed or each.entry.id, each.entry.unit, each.evidence))
+    # the last of a group is a number of the text with its sentence, if there is one, since tables come first
     return table(_EVIDENCE, [_evidence_row(_prints(alike[-1].entry), alike) for alike in groups.values()])
 
 
@@ -223,7 +227,7 @@ def list_unmeasured(report: Report) -> str:
 
 
 def _compare(verdict: Verdict) -> str:
-    """Write the paper's number, ours and the status; only the status's mark if we have no number."""
+    """Write the paper's number, ours and the status; without ours, the mark alone. `html` parses this form."""
     printed = f"{verdict.entry.printed or ''} ".lstrip()
     if verdict.ours is not None:
         return f"{printed}→ {format_ours(verdict)} {status_line(verdict)}"

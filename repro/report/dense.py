@@ -35,7 +35,7 @@ _LINES = {"pretrained": "-", "random": "--"}  # initial weights -> line style
 def _find_compared_runs(results: Results) -> _Runs:
     """Group the records that hold the scores of a method without learning, see `_Runs`.
 
-    A run outside the pipeline has no stage; its first score tells the task.
+    A run outside the pipeline has no stage, so the first score tells the task, `detect` or `segment`, of ablations too.
     """
     runs: _Runs = {}
     for source in results.score_sources:
@@ -48,12 +48,17 @@ def _find_compared_runs(results: Results) -> _Runs:
 
 
 def _name_first_weights(source: Source) -> str:
-    """Return `pretrained` or `random`, by a training's initial weights."""
+    """Return `pretrained` or `random`, by a training's initial weights.
+
+    These are keys of `_LINES`, and `_compare_first_weights` needs them in this alphabetical order.
+    """
     return "pretrained" if source.metrics.get("init") else "random"
 
 
 def compare_without_learning(report: Report) -> str:
     """Return tables of each run's scores next to those of the method without learning, one per stage and data set.
+
+    scenes.md calls it by name.
 
     Raises:
         Missing: no record has the scores of such a method.

@@ -19,7 +19,10 @@ from .verdicts import format_counts, format_ratio
 
 
 def list_figures(report: Report) -> str:
-    """Return a section per figure of the paper: our pictures or the command that draws them, and its statuses."""
+    """Return a section per figure of the paper: our pictures or the command that draws them, and its statuses.
+
+    page.md calls it by name, as runs.md does `list_examples`.
+    """
     root = report.results.paths.results
     drawn = {
         each.place: sorted(file.relative_to(root).as_posix() for file in root.glob(each.files))

@@ -102,7 +102,10 @@ class Entry:
 
     @cached_property
     def places(self) -> tuple[str, ...]:
-        """The tables, figures, equations and sections in `place`, each once; `place` itself if there are none."""
+        """The tables, figures, equations and sections in `place`, each once; `place` itself if there are none.
+
+        `gallery.list_figures` finds the entries of a figure by these, and report.html filters by them.
+        """
         found = dict.fromkeys(name[0].upper() + name[1:] for name in _PLACE.findall(self.place))
         return tuple(found) or (self.place,)
 
@@ -135,9 +138,12 @@ class Column:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table of the paper; each of `rows` has the values of `keys`, then the printed numbers of `columns`."""
+    """A table of the paper; each of `rows` has the values of `keys`, then the printed numbers of `columns`.
 
-    id: str
+    `keys` are `id`, which comes first, `label`, `model` and those that the columns' expressions use.
+    """
+
+    id: str  # begins with `table`, by which the pages tell a table's entries from the text's
     place: str
     title: str
     note: str = ""

@@ -1,4 +1,7 @@
-"""Sections on measurements that no paper prints: speed, memory, runs on other data, larger images, rate searches."""
+"""Sections on measurements that no paper prints: speed, memory, runs on other data, larger images, rate searches.
+
+page.md and runs.md call most of them by name.
+"""
 
 import itertools
 import statistics

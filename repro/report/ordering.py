@@ -191,6 +191,8 @@ def compare_pairs(
 ) -> tuple[Pair, ...]:
     """Compare pairs by a paired t test of first − second over the seeds that all variants have; empty without seeds.
 
+    Holm's correction is over the pairs of one call.
+
     Args:
         values: variant -> seed -> value, such as an accuracy or a loss.
         pairs: (first, second).

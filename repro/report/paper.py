@@ -18,14 +18,15 @@ ATTENTIONS = "unfused", "fused"  # a baseline's two implementations
 class Figure:
     """A figure of the paper that has something to measure here."""
 
-    place: str  # e.g. `Fig. 7a`
+    place: str  # e.g. `Fig. 7a`, as `Entry.places` has it; otherwise no entry is counted for the figure
     shows: str  # the paper's content there
     files: str  # pattern of our pictures, relative to results/
     command: str = ""  # draws them
     shared_with: str | None = None  # the figure whose pictures also show this one
 
 
-# draws a picture: (path, table or figure -> the trained variants, the printed number of a row and column) -> path
+# draws a picture: (path, table or figure -> the trained variants, the printed number of a row and column) -> path; the
+# last two are passed by the names `groups` and `printed`
 DrawVariants = Callable[[Path, Mapping[str, Any], Callable[[str | None, str], str]], Path]
 # name of a picture under results/figures -> the records that it shows, and a function that draws it at a path
 Drawings = Mapping[str, tuple[Sequence[Any], Callable[[Path], object]]]
@@ -60,7 +61,8 @@ class VariantTable:
 
     Args:
         rows: variant -> its row in the ledger, or None, in the paper's order.
-        orders: a better variant -> the worse ones by the paper's text; None to order by the printed Top-1.
+        orders: a better variant -> the worse ones by the paper's text; None to order by the printed Top-1, which every
+            row must then have.
         not_worse: a variant -> another, which it equals or beats by the paper's text -> the points by which it may be
             worse; the printed Top-1 does not order such a pair.
     """
@@ -240,7 +242,7 @@ def load_paper(package: str, parts: Sequence[ModuleType] = (), **more: Any) -> P
 
 
 def list_functions(*modules: ModuleType) -> dict[str, Callable]:
-    """Return the public functions that modules define, by name."""
+    """Return the public functions that modules define, by name; of two with one name, the later module's."""
     return {
         name: each
         for module in modules

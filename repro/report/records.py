@@ -71,7 +71,7 @@ class Source:
 
     @property
     def unit(self) -> str:
-        """DVC's name for the stage or cell that wrote the record: `pretrain@nano`."""
+        """DVC's name for the stage or cell that wrote the record: `pretrain@nano`; also its key in pipeline.json."""
         return f"{self.stage}@{self.cell}" if self.cell else str(self.stage)
 
     @property
@@ -106,7 +106,8 @@ def read_speeds(paths: Paths) -> list[Source]:
     found = []
     for file in (*paths.results.glob("efficiency/rows.csv"), *sorted(paths.speed.glob("*.csv"))):
         if rows := read_rows(file):
-            # a CSV file has no identity, so its first row names the device and its last the commit
+            # a CSV file has no identity, so its first row names the device and its last the commit; `repro plan` reads
+            # `params_hash`, and without it `answer.note_pipeline` would leave out the stage's seconds
             identity = {"device": rows[0]["device"], "parent_commit": rows[-1]["commit"], "params_hash": None}
             stage = "efficiency" if file.parent.name == "efficiency" else None
             found.append(Source(file.relative_to(paths.root).as_posix(), {"rows": rows}, identity, stage))
@@ -224,7 +225,10 @@ def warn_of_seeds(sources: Iterable[Source]) -> str:
 
 
 def read_curves(source: Source, key: str = "epoch") -> dict[int, dict[int, float]]:
-    """Return seed -> epoch -> value of a column of a record's learning curve; empty without a curve or column."""
+    """Return seed -> epoch -> value of a column of a record's learning curve; empty without a curve or column.
+
+    The default column is for callers that only ask whether there is a curve.
+    """
     curves: dict[int, dict[int, float]] = {}
     for row in parse_csv("\n".join(source.curve), f"{source.path}: curve") if source.curve else ():
         if row.get(key) is not None:

@@ -29,7 +29,10 @@ class Score(NamedTuple):
 
     @property
     def is_beyond_chance(self) -> bool:
-        """Whether the new score is missing, or its interval does not overlap the old one (by chance 1 in 180)."""
+        """Whether the new score is missing, or its interval does not overlap the old one (by chance 1 in 180).
+
+        A score that is here and lacks one of the intervals is never beyond chance.
+        """
         if self.made is None or self.interval is None or self.made_interval is None:
             return self.made is None
         (low, high), (made_low, made_high) = self.interval, self.made_interval

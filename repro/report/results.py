@@ -49,7 +49,10 @@ class SpeedGroup:
 
     @classmethod
     def of(cls, row: Row, device: str) -> "SpeedGroup":
-        """Return the group of a speed row, or of a comparison by `bench.conclude`, which has no field `device`."""
+        """Return the group of a speed row, or of a comparison by `bench.conclude`, which has no field `device`.
+
+        Rows of compiled models differ in `mode`, so `infer` alone, which `claims` and `gallery` ask for, has none.
+        """
         how = {"graphs": ", through CUDA graphs", True: ", compiled"}.get(row.get("compile"), "")
         return cls(device, row["batch_size"], row["dtype"], row["mode"] + how)
 
@@ -179,7 +182,7 @@ class Results:
         return release is not None and (m.get("split"), m.get("held_out_images")) == ("val", release.counts.val)
 
     def require(self, fits: Callable[[Source], object], reason: str, command: str) -> list[Source]:
-        """Return the records that fit; raise `Missing` with the reason and the command if there are none."""
+        """Return the records that fit, not those in `others`; raise `Missing` with reason and command without any."""
         found = [source for source in self.sources if fits(source)]
         if not found:
             raise Missing(reason, command)

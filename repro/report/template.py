@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # before and after the reason why a number is missing; `_call` writes it, and `render_template` then drops all other
 # text of the paragraph
 _MARK = "\0"
-_NOT_MEASURED = "not measured"
+_NOT_MEASURED = "not measured"  # in a cell, where `Missing` would replace the whole table
 _LINE_BREAK = re.compile(r"\s*\n(?!\||- |\d+\. )\s*")  # within a paragraph or an item of a list
 
 
@@ -64,7 +64,10 @@ def make_environment(folder: Path, *, autoescape: bool = False) -> "Environment"
 
 
 def _call(part: Callable[..., Any], report: Report, *arguments: Any) -> Any:
-    """Call a function of a template; return the sentence on a missing number, between marks, instead of raising."""
+    """Call a function of a template; return the sentence on a missing number, between marks, instead of raising.
+
+    So `{% if %}` keeps the heading of a section whose function raised `Missing`, and drops that of an empty result.
+    """
     try:
         return part(report, *arguments)
     except Missing as missing:
@@ -121,7 +124,10 @@ def _find_speeds(report: Report, kind: str) -> Speeds | None:
 
 
 def describe_pairs(report: Report, place: str, data: str) -> str:
-    """Return a table's or figure's count of seen pairs on a data set, for each choice of rates; else `not trained`."""
+    """Return a table's or figure's count of seen pairs on a data set, for each choice of rates; else `not trained`.
+
+    Of several groups, that with the most seeds counts.
+    """
     found = {}
     for group, where, ordering in judge_variants(report):
         if where.place == place and group.common["data"] == data:

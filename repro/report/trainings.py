@@ -34,7 +34,10 @@ def parse_training(asked: Sequence[int | str]) -> TrainingFilter:
 
 
 def fits_training(about: Mapping[str, Any], asked: TrainingFilter) -> bool:
-    """Tell whether a record or a profile's cell matches a filter; a missing `mesa` or `freeze` means False."""
+    """Tell whether a record or a profile's cell matches a filter; a missing `mesa` or `freeze` means False.
+
+    Without `init`, a training from random weights matches neither value of `frozen`.
+    """
     said = {
         "epochs": about.get("epochs"),
         "mesa": bool(about.get("mesa")),

@@ -225,6 +225,8 @@ def _find_compared(report: Report, where: VariantTable) -> list[Group]:
 def list_ablations(report: Report) -> str:
     """Write the verdicts on orders, then every table and figure of each group; empty if the paper has no suites.
 
+    page.md calls it by name.
+
     Raises:
         Missing: no variant is trained yet.
     """
@@ -257,7 +259,7 @@ def list_ablations(report: Report) -> str:
     return join(blocks)
 
 
-def list_unlike_machines(report: Report) -> str:
+def list_changed_verdicts(report: Report) -> str:
     """List the tables on which another machine's records change the verdict; empty if there are none."""
     lines = []
     for group, where, _ in judge_variants(report):
@@ -313,7 +315,10 @@ def plan_figures(report: Report) -> Drawings:
 
 
 def find_shown(report: Report) -> set[str]:
-    """Return the paths of records that the ablations or another document show, which the page of runs leaves out."""
+    """Return the paths of records that the ablations or another document show, which the page of runs leaves out.
+
+    A table may compare trainings of other stages, too, such as `pretrain`; these stay on that page.
+    """
     compared = ((group, where) for where in report.paper.compared for group in _find_compared(report, where))
     own = {source.path for group, where in compared for source in group.at(where).values()}
     patterns = [document.records for document in report.paper.documents]
@@ -365,7 +370,12 @@ def _rows_table(group: Group, where: VariantTable, report: Report) -> str:
     rows = []
     for name, source in members.items():
         m = source.metrics
-        changes = ", ".join(f"{key} {value or 'all'}" for key, value in group.list_changes(name).items())
+        # a `chunk_size` of 0 is one chunk of all tokens
+        shown = {
+            key: "all" if (key, value) == ("chunk_size", 0) else value
+            for key, value in group.list_changes(name).items()
+        }
+        changes = ", ".join(f"{key} {value}" for key, value in shown.items())
         row = {"": changes or paper.ablations.label or paper.model}  # heading -> cell
         if group.has_own_rates:
             row[""] = f"{changes or paper.model}, rate {_read_rate(source):g}"

@@ -241,7 +241,7 @@ def describe_speed(params: Any, micro_batch: int) -> dict[str, Any]:
     """Return the settings that, besides the device, determine a training's speed and peak memory.
 
     These are the model, the size of its input, the images of a forward pass, and what the GPU keeps besides the
-    weights.
+    weights. `repro plan` compares them with those of records of speed, which it knows by their `transform`.
     """
     sizes = {name: getattr(params.transform, name, None) for name in _SIZES}
     return {
@@ -391,6 +391,7 @@ def summarise_cell(cell: Cell, by_seed: Mapping[int, dict[str, Any]], *, kind: s
         "classes": classes,
         "seeds": list(by_seed),
         "batch_size": params.batch_size,
+        # equal for cells that differ in options and seeds alone: by it the page of readings compares variants
         "recipe_hash": params_hash(dataclasses.replace(params, options={}, seeds=(0,))),
         **{name: first[name] for name in ("num_params", "epochs", "split", "held_out_images", "weights_hash")},
         "skipped_steps": sum(record["skipped_steps"] for record in records),

@@ -13,6 +13,7 @@ from ..core.runtime import choose_device, device_slug, load_runtime
 from ..data.cells import manifest_path, require_data
 from ..data.own import parse_own
 from ..data.prepare import prepare_own
+from ..data.settings import TransformSettings
 from ..tasks.linearization.params import LinearizeParams
 from ..tasks.linearization.spec import SPEC
 from .job import Cell, Recipe, describe_init
@@ -122,9 +123,9 @@ def find_weights(paths: Paths, source: str, model: str | None) -> tuple[Path, st
     from ..models.checkpoints import open_weights
     from ..models.registry import family_module
 
-    # a name of timm's may hold a dot before its tag, as a file's name before its suffix
-    file, tagged = Path(source), "." in source and is_model_pretrained(source)
-    if model is not None or file.exists() or (file.suffix and not tagged):
+    # a name of timm's may hold a dot before its tag, as a file's name before its suffix, and be that of a folder here
+    file, published = Path(source), is_model_pretrained(source)
+    if model is not None or file.is_file() or ((file.suffix or file.exists()) and not published):
         if not file.is_file():
             raise UserError(f"linearize: --from {source}: no such file")
         return file.resolve(), model
@@ -146,7 +147,7 @@ def _keep(checkpoint: Any, file: Path) -> None:
     from ..models.weights import save_weights
 
     classes = [str(index) for index in range(checkpoint.num_classes)]
-    shown = {key: checkpoint.preprocessing[key] for key in ("input_size", "interpolation", "crop_pct", "mean", "std")}
+    shown = TransformSettings.from_preprocessing(checkpoint.preprocessing).preprocessing()
     options = {"num_classes": checkpoint.num_classes}
     file.parent.mkdir(parents=True, exist_ok=True)
     save_weights(file, checkpoint.build(), name=checkpoint.model, options=options, preprocessing=shown, classes=classes)

@@ -136,7 +136,7 @@ def scratch_checkout(paths: Paths) -> Iterator[Path]:
 
 
 def _save_starts(root: Path) -> None:
-    """Write the weights that lines start from.
+    """Write the weights that lines start from, under the names that golden.yaml has as their `init`.
 
     Students inherit from a softmax ViT. Pooling by maximum starts from a Vittt whose last norm has unequal scales:
     after a norm with equal scales all tokens are equally long, and rounding would decide which one is the maximum.

@@ -17,7 +17,8 @@ from ..data.cells import DataCell, manifest_path, open_cell
 from ..tasks.spec import TaskSpec, name_statistic
 from ..training.params import InitParams, TrainParams
 
-# the parameters of a training and facts about the run -> the recipe for the record, and its lines for people
+# the parameters of a training and facts about the run -> what is merged into the record's identity, with the key
+# `recipe`, and lines for people
 Recipe = Callable[[TrainParams, Mapping[str, Any]], tuple[dict[str, Any], list[str]]]
 
 
@@ -32,7 +33,7 @@ class Cell:
         paths, runtime: the checkout and its `runtime:` section.
         ranks: the processes that train together.
         record: the file of its record, see `repro.core.record.write_record`.
-        recipe: compares how it is trained with what the paper prescribes; None describes nothing.
+        recipe: compares how it is trained with what the paper prescribes; None: see `cells.describe_job`.
         reported: whether the trained model is evaluated on the reported split; not if the best of several cells is
             still to be chosen.
     """

@@ -236,7 +236,12 @@ def choose_detector(start: OwnTraining, instances: Any) -> DetectParams:
 
 
 def choose_segmenter(start: OwnTraining, pairs: Any) -> SegmentParams:
-    """Return the recipe for training on these `repro.data.ade20k.AdePairs` of `train`; raise as `choose_detector`."""
+    """Return the recipe for training on these `repro.data.ade20k.AdePairs` of `train`.
+
+    Raises:
+        UserError: the model gives no pyramid of features, or a pair cannot be read. `repro.data.prepare` has already
+            refused labels without any pixel of a class.
+    """
     from ..data.ade20k import survey
 
     sizes, pixels = survey(pairs)

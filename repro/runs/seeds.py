@@ -57,7 +57,7 @@ class Training:
 
     @property
     def file(self) -> Path:
-        """The path of its result."""
+        """The path of its result, which `papers.vision_ttt.photographs` reads by the cell's name without its data."""
         params = self.cell.params
         name = f"{params.seeds[0]}.json" if self.rate is None else f"rate_{self.rate:g}.json"
         return self.cell.paths.results / "seeds" / params.data / self.cell.name.removesuffix(f"_{params.data}") / name
@@ -127,7 +127,9 @@ def train_all(
 
 
 def train(training: Training) -> None:
-    """Train one seed or trial, and write its file.
+    """Train one seed or trial, and write its file; its weights stay in .runs, where no code reads them.
+
+    The report refuses seeds of another commit than that of cifar10.yaml, so they must be trained in a checkout of it.
 
     Raises:
         RunError: the saved weights do not have the score of the training. Otherwise as `run_job`.

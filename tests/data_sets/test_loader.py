@@ -299,13 +299,15 @@ def test_preprocessing_travels_with_weights_and_is_read_from_timm():
     again, small = (TransformSettings.from_preprocessing(settings.preprocessing(), *size) for size in ((), (32,)))
     assert torch.equal(eval_transform(again)(picture), eval_transform(settings)(picture))
     assert eval_transform(small)(picture).shape == (3, 32, 32)
-    config = timm.get_pretrained_cfg("deit_tiny_patch16_224.fb_in1k").to_dict()
-    theirs = timm.data.create_transform(**timm.data.resolve_data_config(pretrained_cfg=config))
-    settings = TransformSettings.from_preprocessing(config)
-    scan = eval_transform(settings)(picture)
-    (ours,) = ToInput(settings, torch.device("cpu"))(scan[None])
-    assert (scan.dtype, ours.dtype) == (torch.uint8, torch.float32)
-    torch.testing.assert_close(ours, theirs(picture))
+    squashed = "convnext_tiny.in12k_ft_in1k_384"  # its crop_mode is squash
+    for name in ("deit_tiny_patch16_224.fb_in1k", squashed):
+        config = timm.get_pretrained_cfg(name).to_dict()
+        theirs = timm.data.create_transform(**timm.data.resolve_data_config(pretrained_cfg=config))
+        settings = TransformSettings.from_preprocessing(TransformSettings.from_preprocessing(config).preprocessing())
+        scan = eval_transform(settings)(picture)
+        (ours,) = ToInput(settings, torch.device("cpu"))(scan[None])
+        assert (scan.dtype, ours.dtype) == (torch.uint8, torch.float32)
+        torch.testing.assert_close(ours, theirs(picture))
 
 
 def test_random_erasing_is_a_rectangle_of_noise_in_training_alone():

@@ -255,3 +255,10 @@ def test_the_random_numbers_after_loading_are_fixed(tmp_path):
         torch.manual_seed(3)
         draw()
         assert torch.equal(torch.rand(4), found)
+
+
+def test_recomputation_in_a_family_without_it_is_one_line():
+    pyramid = native("twins_svt_small", {"depths": (1, 1, 1, 1)})
+    pyramid.set_grad_checkpointing(False)
+    with pytest.raises(UserError, match="recompute_blocks"):
+        pyramid.set_grad_checkpointing(True)

@@ -44,6 +44,8 @@ def test_a_published_name_with_a_tag_is_no_file(tmp_path, monkeypatch):
     kept = []
     monkeypatch.setattr(from_weights, "_keep", lambda checkpoint, file: kept.append(checkpoint.published.full_name))
     name = "vit_tiny_patch16_224.augreg_in21k"
+    (tmp_path / name).mkdir()  # timm's downloads may lie in a folder of their name
+    monkeypatch.chdir(tmp_path)
     file, _ = from_weights.find_weights(Paths(tmp_path), name, None)
     assert kept == [name] and file.name == f"{name}.safetensors"
     for missing in (f"{name}.pth", "vit_tiny_patch16_224.pth", "deit.safetensors"):

@@ -150,7 +150,8 @@ def _judge_image(item: tuple[Path, tuple[int, int], Path, int]) -> Finding | Non
 def _judge_pair(item: tuple[Path, Path, int, int]) -> tuple[Finding | None, np.ndarray]:
     """Return a pair's fault or None, and the pixels of each label value (256,) int64; zeros if it cannot be read.
 
-    The reader has reported empty files. An item is image, label map, number of classes, and limit of pixels.
+    The reader has reported empty files. An item is image, label map, number of classes, and limit of pixels. A pair with
+    a fault is counted, too: `check_ade20k` chooses its advice by the counts, and takes all zeros for an unread pair.
     """
     image, label, num_classes, max_pixels = item
     unknown = np.zeros(256, dtype=np.int64)

@@ -1,4 +1,7 @@
-"""The report's tables and figure on the recurrent and parallel forms of inner learners (`repro kernels forms`)."""
+"""The report's tables and figure on the recurrent and parallel forms of inner learners (`repro kernels forms`).
+
+page.md calls most public functions by name.
+"""
 
 import math
 from collections.abc import Mapping, Sequence

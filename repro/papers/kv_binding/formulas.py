@@ -196,7 +196,8 @@ def _draw_lact(step: str, **changes: Any) -> dict[str, Any]:
     """Draw the arguments of `learn` for a step of LaCT's ablation chain, with one image and one head.
 
     A chunk has `_CHUNK` tokens. `changes` are of `InnerLoop`. q, k and v are (1, 1, T, d); `rates` and `momentum` are
-    None where the step has none.
+    None where the step has none. The matrices of `_draw_operands` are LaCT's parameters here, (outputs, inputs), and
+    `learn` gets their transposes, (inputs, outputs).
     """
     loop = InnerLoop(**{**fast_weights.LACT_STEPS[step], "chunk_size": _CHUNK, **changes})
     q, k, v, first, last, second = _draw_operands()
@@ -391,7 +392,7 @@ _IDENTITIES: dict[str, Callable[[], tuple]] = {
     "v6_derived": partial(_v6_of_vit3, "v6", _RATE, lambda k, v, W: v),
     "v6_as_run_repaired": partial(_v6_of_vit3, "v6_as_run", _RATE, lambda k, v, W: v * (k @ W)),
 }
-# the same for `lact_error`
+# the same for `lact_error`: (the derived equation, the recurrence, to whose largest value the error is relative)
 _OF_LACT: dict[str, Callable[[], tuple]] = {
     "eq1": partial(_eq1, repaired=False),
     "eq1_repaired": partial(_eq1, repaired=True),

@@ -1,4 +1,7 @@
-"""The sections of the KV binding's page besides the tables: residuals, changes of an inner learner, and probes."""
+"""The sections of the KV binding's page besides the tables: residuals, changes of an inner learner, and probes.
+
+page.md calls the public functions by name.
+"""
 
 import itertools
 import statistics
@@ -136,7 +139,7 @@ def weigh_learners(report: Report) -> str:
 def _find_groups(report: Report, models: Sequence[str] = tuple(_NAMES)) -> list[Group]:
     """Find the groups with the unchanged model and at least one variant, in the order of `_NAMES`.
 
-    Of several groups of one model and data set, `keep_best` chooses.
+    Of several groups of one model and data set, `keep_best` chooses; without any, it raises `Missing`.
     """
     groups = find_groups(report.results, report.paper)
     own = (group for group in groups if _find_model(group) in models and len(group.variants) > 1)

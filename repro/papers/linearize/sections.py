@@ -1,4 +1,7 @@
-"""The sections of the linearization's page besides the tables: the students' accuracy, and maps of their attention."""
+"""The sections of the linearization's page besides the tables: the students' accuracy, and maps of their attention.
+
+page.md calls the public functions by name.
+"""
 
 import itertools
 from collections.abc import Sequence
@@ -139,7 +142,7 @@ def _find_layers(report: Report) -> list[tuple[Source, int]]:
         "no attention is measured yet",
         _COMMAND,
     )
-    # several devices or data sets may have measured one student
+    # several devices or data sets may have measured one student: the first record counts
     students = {each.metrics["weights_hash"]: each for each in reversed(found)}
     found = sorted(students.values(), key=lambda each: (each.metrics["model"], _name_student(each)))
     return [(each, layer) for each in found for layer in range(len(each.metrics["by_layer"]["after"]["peak_percent"]))]

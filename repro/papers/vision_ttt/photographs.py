@@ -1,6 +1,7 @@
 """The results on CIFAR-10 after 6 epochs: the questions of cifar10.yaml, with a verdict once all seeds are trained.
 
-No difference, p-value or verdict is computed before every model of a question has all its seeds.
+No difference, p-value or verdict is computed before every model of a question has all its seeds. page.md and
+claims.md.j2 call `list_photographs`, `find_commit` and `answer_primary` by name.
 """
 
 import dataclasses
@@ -194,7 +195,10 @@ def bootstrap(first: Model, second: Model) -> Interval:
 
 
 def _test_unpaired(first: Model, second: Model) -> float:
-    """Return the two-sided p-value of Welch's t test over the seeds; 1 if both models have the same scores."""
+    """Return the two-sided p-value of Welch's t test over the seeds; 1 if both models have the same scores.
+
+    Where the models of a pair ran on different processors, the larger of this p and the paired test's is judged.
+    """
     from scipy import stats
 
     values = [list(model.top1.values()) for model in (first, second)]

@@ -69,7 +69,10 @@ def pair_readings(texts: Iterable[str]) -> list[str]:
 
 
 def list_trained() -> dict[str, str]:
-    """Return name -> text of the readings that change Vittt itself and not only its variants, with `ours` first."""
+    """Return name -> text of the readings that change Vittt itself and not only its variants, with `ours` first.
+
+    The cells of their trainings are named by them, see `readings_page.find_trained`.
+    """
     texts = [text for text in list_alternatives() if _SAME_VITTT.isdisjoint((text, text.partition("=")[0]))]
     return {"ours": ""} | {text.replace("=", "_"): text for text in texts}
 

@@ -1,4 +1,7 @@
-"""The page of choices that the paper leaves open: the value taken, the reason, and the effect of the alternatives."""
+"""The page of choices that the paper leaves open: the value taken, the reason, and the effect of the alternatives.
+
+readings.md calls most public functions by name.
+"""
 
 import dataclasses
 import functools
@@ -69,7 +72,7 @@ def _describe_choice(choice: Choice | FixedChoice, taken: str, instead: str) -> 
 
 
 def describe_fitted(report: Report) -> str:
-    """Write in a clause how much of the model was chosen to fit the printed parameters."""
+    """Write in a clause how much of the model was chosen to fit the printed parameters; a `but` of paper.yaml."""
     return f"{len(BY_COUNTS)} of {len(load_choices())} documented readings, and the MLP's width, were chosen by these counts"
 
 

@@ -1,5 +1,7 @@
 """The sections of Vision-TTT's page besides the tables: FLOPs, the figures of interpretability in numbers, Fig. 7, and
 the results of profiles/night.yaml, with a slot for each score and each pair that was named before the run.
+
+page.md, night.md, claims.md.j2 and reproduction.md.j2 call most public functions by name.
 """
 
 import functools
@@ -175,7 +177,7 @@ def _find_unlearnt(report: Report) -> dict[str, str]:
 
 
 def _find_trained(report: Report, entry: Mapping[str, Any]) -> Source | None:
-    """Find the record of the training whose weights a figure shows."""
+    """Find the record of the training whose weights a figure shows; None for weights without one."""
     paths = report.results.paths
     record = paths.find_record(paths.root / entry.get("weights", ""))
     return record and report.results.find(record.relative_to(paths.root).as_posix())
@@ -286,12 +288,16 @@ def _judge(report: Report, data: str, pairs: list[list[str]]) -> dict[tuple[str,
 
 
 def _find_training(report: Report, name: str, data: str) -> Source | None:
-    """Find the record of a model on a data set of night.yaml."""
+    """Find the pipeline's record of a model on a data set of night.yaml; None without one.
+
+    `data`, a key of night.yaml, is the end of the cell's name and must be the kind of the record's data.
+    """
     source = report.results.find(f"results/{load_questions()['models'][name]['cell']}_{data}/metrics.json")
     return source if source is not None and source.metrics["kind"] == data else None
 
 
-# panel of Fig. 7 -> (variant -> label of its tick, label of the axis, the paper's statement on the panel)
+# panel of Fig. 7, by its place in variants.yaml -> (variant -> label of its tick, label of the axis, the paper's
+# statement on the panel)
 PANELS = {
     "Fig. 7(a)": (
         {"chunk4": "4", "chunk8": "8", "conv2d": "16", "chunk32": "32", "chunk64": "64", "chunk_all": "all"},

@@ -144,7 +144,10 @@ def _draw(sizes: ExampleSizes) -> Iterator[dict[str, Tensor]]:
 
 
 def _measure(drawn: dict[str, Tensor], chunk_size: int) -> dict[str, float]:
-    """Measure each equivalence on one sequence of `_draw`; `a2_printed` is the error with A.2's own weights."""
+    """Measure each equivalence on one sequence of `_draw`.
+
+    `a2_printed` is the error with A.2's own weights, and relative to the reference, unlike all others.
+    """
     q, k, v, x, W0 = (drawn[name] for name in ("q", "k", "v", "x", "W0"))
     T, zero = len(q), torch.zeros_like(W0)
 

@@ -51,9 +51,10 @@ def upernet_aux_params_m(row: str) -> Fraction:
 
 
 def upernet_macs_g(row: str, height: int, width: int) -> Fraction:
-    """Return the multiply-adds (1e9) of UPerHead as fvcore counts them.
+    """Return the multiply-adds (1e9) that UPerHead and four LayerNorms add to a classifier, as fvcore counts them.
 
-    fvcore adds 2 per value of a BatchNorm and 4 per output of a bilinear interpolation.
+    The classifier's own head is subtracted. fvcore adds 2 per value of a BatchNorm and 4 per output of a bilinear
+    interpolation.
     """
     widths, C = STAGES[row], 512
     grids = [height * width // side**2 for side in (4, 8, 16, 32)]
@@ -67,10 +68,11 @@ def upernet_macs_g(row: str, height: int, width: int) -> Fraction:
 
 
 def mask_rcnn_macs_g(row: str, height: int, width: int) -> Fraction:
-    """Return the multiply-adds (1e9) of FPN, RPN and the heads of Mask R-CNN as fvcore counts them.
+    """Return the multiply-adds (1e9) that Mask R-CNN and four LayerNorms add to a classifier, as fvcore counts them.
 
-    The heads see 1,000 proposals and 100 masks. There are 256 channels, 3 anchors, 80 classes, and four convolutions
-    before the masks. The FPN interpolates to the nearest neighbour, which fvcore counts as 1 per output.
+    The classifier's own head is subtracted; FPN, RPN and heads are added. The heads see 1,000 proposals and 100 masks.
+    There are 256 channels, 3 anchors, 80 classes, and four convolutions before the masks. The FPN interpolates to the
+    nearest neighbour, which fvcore counts as 1 per output.
     """
     widths, C = STAGES[row], 256
     grids = [height * width // side**2 for side in (4, 8, 16, 32)]

@@ -1,4 +1,7 @@
-"""The sections of ViT³'s page besides the tables: the losses of Fig. 3, and denoisers from outside the pipeline."""
+"""The sections of ViT³'s page besides the tables: the losses of Fig. 3, and denoisers from outside the pipeline.
+
+page.md calls `compare_losses` and `list_denoisers` by name.
+"""
 
 import itertools
 import statistics

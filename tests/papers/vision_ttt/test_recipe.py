@@ -165,6 +165,7 @@ SINGLE = [
     ("transform.re_prob", 0.0, "0, the paper has DeiT's 0.25"),
     ("transform.interpolation", "bilinear", f"bilinear, Swin's default is bicubic{SILENT}"),
     ("transform.crop_pct", 0.9, f"0.9, Swin's default is 0.875{SILENT}"),
+    ("transform.crop_mode", "squash", "squash, the paper evaluates the central crop"),
     ("transform.mean", (0.5, 0.5, 0.5), f"[0.5, 0.5, 0.5], Swin's default is [0.485, 0.456, 0.406]{SILENT}"),
     ("transform.std", (0.5, 0.5, 0.5), f"[0.5, 0.5, 0.5], Swin's default is [0.229, 0.224, 0.225]{SILENT}"),
 ]
