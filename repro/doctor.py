@@ -118,11 +118,11 @@ def _check_data(paths: Paths, runtime: Runtime) -> Iterator[_Line]:
             continue
         if root.exists():
             yield "ok", subject, str(root)
-        elif params.settings and (source is None or source.exists()):
+        elif kind.embedded and (source is None or source.exists()):
             yield "note", subject, f"{root} is not there yet; `repro prepare-data` writes it"
         else:
             fix = f"lay the data out as docs/data.md says{f', {kind.size_gb} GB' if kind.size_gb else ''}"
-            yield "error", subject, f"{source if params.settings else root} does not exist: {fix}"
+            yield "error", subject, f"{source if kind.embedded else root} does not exist: {fix}"
 
 
 def _check_torch(runtime: Runtime) -> Iterator[_Line]:

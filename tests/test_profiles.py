@@ -28,6 +28,13 @@ def test_every_profile_has_every_section(profile):
     assert PROFILES[profile].keys() == PROFILES["mini"].keys()
 
 
+@pytest.mark.parametrize("profile", PROFILES)
+def test_every_data_set_has_a_folder(profile):
+    """Without one, `repro doctor` and `repro prepare-data` fail."""
+    roots = PROFILES[profile]["runtime"]["data_roots"]
+    assert not [name for name, cell in PROFILES[profile]["prepare_data"].items() if not {name, cell["kind"]} & {*roots}]
+
+
 @pytest.mark.parametrize("section", [*TASKS, "prepare_data", "tune"])
 @pytest.mark.parametrize(("one", "other"), [*itertools.combinations(PROFILES, 2)])
 def test_a_name_means_one_cell_in_all_profiles(one, other, section):
@@ -38,7 +45,13 @@ def test_a_name_means_one_cell_in_all_profiles(one, other, section):
         assert PROFILES[one][section][name] == PROFILES[other][section][name], name
 
 
-@pytest.mark.parametrize("section", ["complexity", "efficiency", "visualize", "resolution"])
+@pytest.mark.parametrize("profile", PROFILES)
+def test_the_counts_of_the_report_are_the_same_in_every_profile(profile):
+    """They depend on no device and no data; fewer would take the place of the committed ones."""
+    assert PROFILES[profile]["complexity"] == PROFILES["mini"]["complexity"]
+
+
+@pytest.mark.parametrize("section", ["efficiency", "visualize", "resolution"])
 @pytest.mark.parametrize("profile", ["digits", "cifar10"])
 def test_a_stage_without_cells_computes_the_same_in_the_profiles_of_a_cpu(profile, section):
     """Else `profile use` would make it old."""

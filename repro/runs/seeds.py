@@ -25,7 +25,7 @@ from ..data.findings import count
 from ..data.manifest import read_manifest
 from ..tasks.classification.params import ClassifierParams
 from ..tasks.classification.spec import SPEC
-from .cells import print_scores, summarise_cell
+from .cells import print_scores, remove_states, summarise_cell
 from .job import Cell, Job, build_job, place_model, run_job, split_batch
 
 SECTION = "pretrain_seeds"
@@ -114,6 +114,7 @@ def train_all(
     """
     for training in chosen:
         if training.is_done:
+            remove_states(training.cell, training.cell.params.seeds)  # what a call that was killed at its end left
             continue
         if training.rate is None:
             require_best_rate(training, trainings)
@@ -176,7 +177,7 @@ def train(training: Training) -> None:
         "core_hours": (outcome.earlier[1] + read_clocks()[1] - started) / 3600,
     }
     write_json(training.file, found)
-    shutil.rmtree(outcome.state)
+    remove_states(cell, (seed,))
     print(f"{cell.name}, {training.file.stem}: {found[SCORE]:.2f} % on {found['split']}", flush=True)
 
 

@@ -99,9 +99,12 @@ def test_a_seed_leaves_its_score_its_hits_and_what_explains_them_and_is_not_trai
     hits = unpack_hits(found["hits"], found["images"])
     assert found["images"] == 8 and 100 * np.mean(hits) == found["top1_percent"]
     assert found["seed"] == 1 and found["split"] == "val" and found["core_hours"] > 0 and found["rate"] == 1e-3
-    before = training.file.read_bytes()
+    before, state = training.file.read_bytes(), training.cell.state_folder(1)
+    assert not state.exists()
+    state.mkdir()
+    (state / "step_000000002.0123456789abcdef.pt").touch()  # as a kill after the file was written leaves it
     seeds.train_all([training], [training])
-    assert training.file.read_bytes() == before
+    assert training.file.read_bytes() == before and not state.exists()
     changed = checkout(one=2e-3)[-1]
     with pytest.raises(UserError, match=r"1\.json: has another params_hash; discard the files of all seeds"):
         seeds.train_all([changed], [changed])

@@ -136,6 +136,16 @@ STATES = {  # what is changed in params.yaml and removed from data/ -> the cell,
         "error",
         "absent does not",
     ),
+    "a folder that `tune` is cut from": (
+        {
+            "digits: data/digits": "digits: data/digits, photos: absent",
+            "{kind: folder}": "{kind: folder, tune_split: {}}",
+        },
+        None,
+        "photos",
+        "error",
+        "absent does not",
+    ),
     "a root of the kind": ({"digits: data/digits": "digits: data/digits, folder: data"}, None, "photos", "ok", "data"),
     "no root of either": ({}, None, "photos", "error", "photos nor folder"),
     "its own folder first": (

@@ -1,6 +1,7 @@
 """dvc.yaml is true: a data-flow diagram, sections that exist, golden losses in place of code, and no raw data."""
 
 import csv
+import dataclasses
 import json
 import re
 
@@ -10,7 +11,8 @@ from ruamel.yaml import YAML
 
 from repro.core.config import load_yaml
 from repro.core.record import DETAILS_FILE, read_json, read_record
-from repro.runs.golden import read_cases
+from repro.models.registry import family_module
+from repro.runs.golden import list_lines, read_cases
 from stages import load_stages
 from stages.report import load_scores
 from tests.conftest import ROOT
@@ -32,6 +34,21 @@ def outs_of(stage: str) -> list[str]:
     """The files and folders that a stage, or each of its cells, writes."""
     kinds = (definition(stage).get(kind, []) for kind in ("outs", "metrics", "plots"))
     return [name for outs in kinds for out in outs for name in ([out] if isinstance(out, str) else out)]
+
+
+def list_required(params: type) -> set[str]:
+    """The fields of a section that have no default."""
+    has_none = dataclasses.MISSING
+    return {
+        field.name
+        for field in dataclasses.fields(params)
+        if field.default is has_none and field.default_factory is has_none
+    }
+
+
+def list_code(stage: str) -> tuple[str, ...]:
+    """How the names of the files begin on which a stage depends."""
+    return tuple(dep if dep.endswith(".py") else f"{dep}/" for dep in definition(stage)["deps"])
 
 
 @pytest.mark.parametrize(
@@ -59,15 +76,19 @@ def test_command_code_and_sections_belong_to_the_stage(stage):
         assert found["cmd"] == f"repro {stage.replace('_', '-')}{flag}"
     assert per_cell == TABLE[stage].cells
     assert bool(found.get("always_changed")) != ("deps" in found)
-    assert found.get("params", []) == ([f"{stage}{'.' * per_cell}{key}"] if TABLE[stage].params else [])
+    section = [f"{stage}{'.' * per_cell}{key}"] if TABLE[stage].params else []
+    # what every training has to say, but for the data, which a search names as well, and for what it chooses
+    required = set.intersection(*(list_required(each.params) for each in TABLE.values() if each.task))
+    searched = {f"${{item.cell}}.{name}" for name in required - {"data", "optim"}}
+    assert {*found.get("params", ())} == {*section, *(searched if stage == "tune" else ())}
     own = tuple(f"{root}/{stage}/" + ("${key}/" if per_cell else "") for root in ("results", "artifacts"))
     assert all(f"{name}/".startswith(own) for name in outs_of(stage)) or stage == "report"
 
 
 def test_the_report_follows_every_stage_that_it_shows():
-    """`results/seeds` has the files of which `pretrain_seeds` makes records that no page shows."""
+    """And `pretrain_seeds`, which writes results/seeds: its records, which no page shows, put it before the report."""
     assert set(load_scores()) == set(GRAPH) - {"pretrain_seeds"}
-    shown = {f"results/{stage}" for stage in load_scores() if "deps" in definition(stage)} - {
+    shown = {f"results/{stage}" for stage in GRAPH if "deps" in definition(stage)} - {
         "results/report",
         "results/golden",
     }
@@ -115,6 +136,38 @@ def test_no_stage_depends_on_raw_data_or_on_runtime():
     assert not [section for section in sections if section.startswith("runtime")]
 
 
+@pytest.mark.parametrize(
+    ("stage", "modules", "free"),
+    [
+        ("complexity", "repro/bench/complexity.py", ("repro/core/",)),
+        # closed forms run no kernel; the paper's recipe belongs to trainings
+        (
+            "readings",
+            "repro/papers/vision_ttt/readings.py",
+            ("kernels/", "repro/core/", "repro/data/", "repro/papers/rec"),
+        ),
+        ("theory", "repro/papers/vision_ttt/theorems.py", ("repro/core/", "repro/data/")),
+        ("efficiency", "repro/bench/efficiency.py", ("repro/core/",)),
+        # `repro measure` trains, whose parts are in the module of which the report takes a page
+        ("report", "repro/papers/**/*.py repro/report/*.py", ("repro/runs/", "repro/tasks/", "repro/training/")),
+    ],
+)
+def test_a_stage_that_computes_depends_on_the_code_that_it_imports(stage, modules, free):
+    """But for what has no part in its numbers, `free`."""
+    found = [file.relative_to(ROOT) for pattern in modules.split() for file in ROOT.glob(pattern)]
+    names = [".".join(file.with_suffix("").parts) for file in found]
+    assert names
+    files = [file for file in import_closure(ROOT, names) if not file.endswith("/__init__.py")]
+    assert [file for file in files if not file.startswith((*list_code(stage), *free))] == []
+
+
+@pytest.mark.parametrize("stage", [stage for stage in GRAPH if TABLE[stage].alone])
+def test_times_are_measured_again_by_other_code_and_on_another_machine(stage):
+    """A committed time would else stay valid where nobody measured it."""
+    needed = {"kernels", "repro/bench", "repro/models", "results/environment/metrics.json"}
+    assert needed <= set(definition(stage)["deps"])
+
+
 @pytest.mark.parametrize("stage", [stage for stage in GRAPH if TABLE[stage].task])
 def test_a_training_depends_on_golden_losses_in_place_of_code(stage):
     deps = definition(stage)["deps"]
@@ -123,11 +176,17 @@ def test_a_training_depends_on_golden_losses_in_place_of_code(stage):
 
 
 def test_the_golden_losses_are_made_anew_when_any_code_of_a_training_changes():
-    """What the trainings of ten steps import; the papers' recipes are printed alone."""
-    folders = tuple(f"{dep}/" for dep in definition("golden")["deps"])
+    """What the trainings of ten steps import and read, and none of repro/runs that they do not."""
+    covered = list_code("golden")
     tasks = sorted(file.parent.name for file in (ROOT / "repro" / "tasks").glob("*/spec.py"))
     files = import_closure(ROOT, ["repro.runs.golden", *(f"repro.tasks.{task}.spec" for task in tasks)])
-    assert len(files) > 60 and [name for name in files if not name.startswith(folders)] == ["repro/__init__.py"]
+    assert len(files) > 60 and [name for name in files if not name.startswith(covered)] == [
+        "repro/__init__.py",
+        "repro/runs/__init__.py",
+    ]
+    assert "repro/runs/golden.yaml" in definition("golden")["deps"]
+    runs = {f"repro/runs/{file.name}" for file in (ROOT / "repro/runs").glob("*.py")}
+    assert {name for name in runs if name.startswith(covered)} == runs & {*files} - {"repro/runs/__init__.py"}
     assert set(outs_of("golden")) == {f"results/golden/{family}.json" for family in read_cases()["families"]}
 
 
@@ -145,6 +204,24 @@ def test_every_cell_names_the_golden_losses_of_its_family(profile):
             stage if stage in ("detect", "segment") else family, family
         )
         assert cell["family"] == (family if family in known else "resnet"), cell["model"]
+
+
+@pytest.mark.parametrize("profile", sorted(file.stem for file in (ROOT / "profiles").iterdir()))
+def test_a_cell_from_random_weights_depends_on_golden_losses_of_its_model(profile):
+    """Detectors and segmenters too, whose task's losses are of few backbones; a ladder of Vittt has Vittt's steps."""
+    cases, sections = read_cases(), load_yaml(ROOT / f"profiles/{profile}.yaml")
+    models = {
+        f"results/golden/{family}.json": {
+            family_module(section["model"]) for _, section in list_lines(cases, family).values()
+        }
+        for family in cases["families"]
+    }
+    for stage in (stage for stage in sections if stage in GRAPH and TABLE[stage].task):
+        for name, cell in sections[stage].items():
+            deps = [dep.replace("${item.family}", cell["family"]) for dep in definition(stage)["deps"]]
+            seen = set().union(*(models.get(dep, ()) for dep in deps))
+            module = family_module(cell["model"]).replace("ladder_vittt", "vittt")
+            assert module in seen or module.startswith("timm.") or cell.get("init"), f"{stage}.{name}"
 
 
 @pytest.mark.parametrize("profile", sorted(file.stem for file in (ROOT / "profiles").iterdir()))
