@@ -19,7 +19,7 @@ from ...core.record import read_json, unpack_hits
 from ...core.statistics import Interval, describe_sample, share_interval
 from ...report.claims import Report
 from ...report.ledger import Ledger
-from ...report.markdown import bullets, join, number, picture, show_interval, strong, table
+from ...report.markdown import bullets, join, number, picture, show_interval, show_p, strong, table
 from ...report.ordering import ALPHA, TOP1, compare_pairs, holm, round_off
 from ...report.variants import count_macs, find_printed
 
@@ -328,12 +328,11 @@ def _list_judged(question: Mapping[str, Any], judged: Sequence[Judged], ledger: 
     says = f"After 6 epochs, at rates chosen with one seed: {'; '.join(words)}."
     rows, differs = [], question.get("differs")
     for each in judged:
-        p = None if each.p is None else "< 0.001" if each.p < 0.001 else f"{each.p:.3f}"
         printed = _printed_difference(ledger, each.first, each.second)
         drawn = "[{:+.2f}, {:+.2f}]".format(*each.drawn)
         word = strong(each.word) if each.word == "contradicted" else each.word
         ours = show_interval(each.difference, each.interval, "+.2f")
-        rows.append([f"{each.first} − {each.second}", number(printed, "+.1f"), ours, drawn, number(p), word])
+        rows.append([f"{each.first} − {each.second}", number(printed, "+.1f"), ours, drawn, show_p(each.p), word])
         if differs:
             rows[-1].append(differs.get(each.second, ""))
     header = ["", "paper, ImageNet-1K (points)", "ours (points) [95 %]", "by bootstrap", "p (Holm)", "verdict"]

@@ -16,7 +16,7 @@ from ...core.runtime import PEAK_TFLOPS
 from ...data.kinds import IMAGENET_1K
 from ...report.claims import Report
 from ...report.ledger import Ledger
-from ...report.markdown import join, number, strong, table
+from ...report.markdown import join, number, show_p, strong, table
 from ...report.measured import format_scores
 from ...report.ordering import TOP1, Pair, compare_trainings
 from ...report.power import detectable_difference
@@ -240,7 +240,7 @@ def list_night_pairs(report: Report) -> str:
                 pair = judged.get((better, worse))
                 said = ["–", "–", "–" if [better, worse] in pairs else "no power"]
                 if pair is not None:
-                    said = [pair.show(2), number(pair.p, ".3f"), pair.word]
+                    said = [pair.show(2), show_p(pair.p), pair.word]
                 printed = number(printed_difference(report.paper.ledger, better, worse), "+.1f")
                 rows.append([place, about["name"], f"{better} > {worse}", printed, *said])
     header = ["", "data", "the paper's order", "the paper's difference", "ours (points) [95 %]", "p (Holm)", "verdict"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ...core.figures import new_figure, save_png
 from ...report.claims import Report
-from ...report.markdown import bullets, code, join, number, show_interval, tabulate
+from ...report.markdown import bullets, code, join, number, show_interval, show_p, tabulate
 from ...report.ordering import compare_pairs, describe_power
 from ...report.records import (
     Source,
@@ -60,7 +60,7 @@ def compare_losses(report: Report) -> str:
     columns = {
         "the paper's order": lambda pair: f"{_LAYERS[pair.better]} > {_LAYERS[pair.worse]}",
         "ours (loss) [95 %]": lambda pair: pair.show(4),
-        "p (Holm)": lambda pair: number(pair.p, ".3f"),
+        "p (Holm)": lambda pair: show_p(pair.p),
         "": lambda pair: pair.word,
     }
     blocks: list[str] = []
