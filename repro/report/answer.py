@@ -21,7 +21,16 @@ from .paper import ATTENTIONS, Comparison, Question
 from .records import OUTSIDE, describe_origin, describe_seeds, group_by, name_commits
 from .results import Results, SpeedGroup
 from .variants import judge_variants, list_unlike_machines
-from .verdicts import Status, Verdict, count_statuses, format_counts, format_ours, format_ratio, significant
+from .verdicts import (
+    Status,
+    Verdict,
+    count_alone,
+    count_statuses,
+    format_counts,
+    format_ours,
+    format_ratio,
+    significant,
+)
 
 PIPELINE_FILE = "pipeline.json"
 _REPRODUCE = " reproduce"  # the verdict on a question all of whose numbers match
@@ -57,9 +66,9 @@ def lead_blocks(report: Report) -> str:
 def readme_blocks(reports: Sequence[Report]) -> dict[str, str]:
     """Write the blocks of README.md, by marker; the first of the reports must be the primary paper's."""
     first, *_ = reports
-    counts = count_statuses(verdict for report in reports for verdict in report.all)
-    unmeasured = f"{counts[Status.NOT_MEASURED]:,} have no counterpart here"
-    said = f"Of the {counts.total():,} numbers and statements that the papers print, {unmeasured}."
+    every = [verdict for report in reports for verdict in report.all]
+    alone = f"{count_alone(every):,} have no counterpart here"
+    said = f"Of the {len(every):,} numbers and statements that the papers print, {alone}."
     pipeline = first.results.paths.results / PIPELINE_FILE
     took = _describe_pipeline(read_json(pipeline), first.results) if pipeline.is_file() else ""
     command = f"make reproduce   # every stage, on scans of digits with 8×8 pixels{took}"

@@ -150,6 +150,12 @@ def count_statuses(verdicts: Iterable[Verdict]) -> Counter[str]:
     return Counter(verdict.status for verdict in verdicts)
 
 
+def count_alone(verdicts: Iterable[Verdict]) -> int:
+    """Return how many entries have no counterpart of ours, whatever the reason; contradictions have evidence instead."""
+    counts = count_statuses(verdicts)
+    return counts[Status.NOT_MEASURED] + counts[Status.NOT_MEASURABLE] + counts[Status.OUT_OF_SCOPE]
+
+
 def format_counts(verdicts: Iterable[Verdict]) -> str:
     """Return the count of each status that occurs, such as `47 matched; 8 differs, explained`."""
     counts = count_statuses(verdicts)

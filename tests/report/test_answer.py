@@ -14,7 +14,7 @@ from repro.report.answer import judge_question, measure_deviations, readme_block
 from repro.report.gallery import find_speeds
 from repro.report.markdown import place_on_page
 from repro.report.pages import build_passages
-from repro.report.verdicts import Status
+from repro.report.verdicts import Status, count_alone
 from tests.conftest import ROOT
 from tests.slow import slow
 
@@ -244,6 +244,12 @@ def test_the_verdict_follows_the_statuses_and_its_numbers_add_up(statuses, endin
     if "hold" in said:
         good, total = (int(word) for word in re.findall(r"\d+", said))
         assert good + sum(map(int, re.findall(r"(\d+) [a-z]", detail))) == total == sum(statuses.values())
+
+
+def test_what_is_out_of_scope_or_not_measurable_has_no_counterpart_either():
+    """2 of 5: a contradiction is listed with its evidence, and a setting is ours by declaration."""
+    statuses = [Status.OUT_OF_SCOPE, Status.NOT_MEASURABLE, Status.INCONSISTENT, Status.DECLARED, Status.MATCHED]
+    assert count_alone(map(verdict, statuses)) == 2
 
 
 def test_numbers_that_lie_close_say_how_close_and_count_once():
