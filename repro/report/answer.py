@@ -115,7 +115,8 @@ def judge_question(own: Sequence[Verdict]) -> tuple[str, str]:
     """Judge the entries of a question; return the end of a sentence about them, and their numbers in words.
 
     If all numbers are off by at most `_CLOSE`, the sentence states the largest deviation. Otherwise, `mostly` means
-    that three quarters or more match; if fewer do, the sentence counts them. Both list the other outcomes.
+    that three quarters or more match; if fewer do, the sentence counts them and those that fail. Both list the other
+    outcomes.
     """
     if all(verdict.ours is None for verdict in own):
         return " were not tested", f"{len(own)} numbers"
@@ -134,7 +135,9 @@ def judge_question(own: Sequence[Verdict]) -> tuple[str, str]:
     outcomes = [f"{counts[status]} {words}" for status, words in _OUTCOMES.items() if counts[status]]
     if 4 * good >= 3 * len(own):
         return " mostly reproduce", "; ".join([matching, *outcomes])
-    return f": {good} of {len(own)} hold", "; ".join(outcomes)
+    # what was not tested neither holds nor fails, so the first number alone would read as if the rest failed
+    failing = counts[Status.EXPLAINED] + counts[Status.UNEXPLAINED] + counts[Status.INCONSISTENT]
+    return f": {good} of {len(own)} hold, {failing} fail or contradict another passage", "; ".join(outcomes)
 
 
 def measure_deviations(own: Sequence[Verdict]) -> list[float]:
