@@ -121,6 +121,13 @@ def test_the_record_with_most_rows_is_shown_and_among_equals_a_gpus(checkout):
     assert find_speeds(comparison, checkout.results()).group.device == checkout.CPU
 
 
+def test_a_record_over_several_processes_is_shown_before_one_with_more_rows(checkout):
+    more = [(VITTT, None, side, 500.0, 90.0) for side in (384, 640)]
+    speeds(checkout, rows=[*ROWS, *more], ends=None)
+    speeds(checkout, device="cpu: another", path="another")
+    assert find_speeds(checkout.paper.comparison, checkout.results()).group.device == "cpu: another"
+
+
 SIDES = (224, 384, 640, 1280)
 
 
