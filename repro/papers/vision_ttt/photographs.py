@@ -267,6 +267,24 @@ def find_commit(_: Report) -> str:
     return load_photographs()["commit"][:8]
 
 
+def describe_photographs(report: Report) -> str:
+    """Describe the trials, which of their rates is trained, and how and where the trainings so far ran."""
+    questions = load_photographs()
+    search, models = questions["search"], find_models(report.results.paths, questions)
+    trial = f"A trial has {search['epochs']} epochs and is scored on {search['split']}."
+    rate = "The first rate of a row, whose trial scored highest, is the one that is trained; the others of the row lie "
+    rate += f"within {_TIE} points of it, which so few images cannot tell apart."
+    trained = [found for each in models.values() for found in each.seeds.values()]
+    if not trained:
+        return f"{trial} {rate}"
+    one, cpus = trained[0], sorted({found["device"]["cpu"] for found in trained})
+    threads = sorted({found["device"]["threads"] for found in trained})
+    length = f"A training has {one['epochs']} epochs of {one['train_images']:,} images, and is scored on "
+    length += f"{one['images']:,} of {one['split']}"
+    how = f"{one['params']['precision']}, {' or '.join(map(str, threads))} thread{'s' * (threads != [1])}"
+    return f"{trial} {rate} {length}; {how}, {' and '.join(cpus)}."
+
+
 def count_trainings(report: Report) -> str:
     """Write in a sentence how many of the registered trainings and trials have run."""
     questions = load_photographs()
