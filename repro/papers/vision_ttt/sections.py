@@ -158,7 +158,11 @@ def _of_losses(m: Mapping[str, Any]) -> list[_Finding]:
 
 
 def _find_unlearnt(report: Report) -> dict[str, str]:
-    """Return model of a receptive field -> a clause, for models `_FAR` below the best record of their model and data."""
+    """Return model of a receptive field -> a clause, for models `_FAR` below the best record of the same on the same data.
+
+    The designs of Fig. 8 are options of one model, so a record of another design says nothing of theirs.
+    """
+    same = ("model", "options", "data")
     found = {}
     for name, entry in _find(report).metrics["receptive_fields"].items():
         if (source := _find_trained(report, entry)) is None:
@@ -166,7 +170,7 @@ def _find_unlearnt(report: Report) -> dict[str, str]:
         of_model = [
             each.metrics
             for each in report.results.score_sources
-            if each.most_seeds and all(each.metrics[key] == source.metrics[key] for key in ("model", "data"))
+            if each.most_seeds and all(each.metrics.get(key) == source.metrics.get(key) for key in same)
         ]
         best = max(of_model, key=lambda m: m.get(TOP1, 0.0))
         if best[TOP1] > source.metrics[TOP1] + _FAR:

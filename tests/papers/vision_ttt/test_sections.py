@@ -81,7 +81,11 @@ def test_a_model_that_has_not_learnt_is_left_out_where_another_record_of_it_has(
     checkout.train("pretrain/other", "deit_nano_patch16_96", "digits", top1=96.8)
     ours, word = findings(checkout)["DeiT, Vim and Vittt cover all pixels"]
     assert "DeiT 9" in ours and word == NOT_SEEN
-    checkout.train("replications/cpu/ablate/d_224e", "deit_nano_patch16_144", "digits", top1=96.8, epochs=224)
+    about = {"top1": 96.8, "epochs": 224}
+    checkout.train("ablate/of_other_options", "deit_nano_patch16_144", "digits", options={"pool": "mean"}, **about)
+    ours, _ = findings(checkout)["DeiT, Vim and Vittt cover all pixels"]
+    assert "DeiT 9" in ours
+    checkout.train("replications/cpu/ablate/d_224e", "deit_nano_patch16_144", "digits", **about)
     ours, word = findings(checkout)["DeiT, Vim and Vittt cover all pixels"]
     assert "DeiT" not in ours and word == "open"
     assert "96.8 %" in describe_models(checkout.report())
