@@ -163,7 +163,7 @@ def _of_losses(m: Mapping[str, Any]) -> list[_Finding]:
 
 
 def _find_unlearnt(report: Report) -> dict[str, str]:
-    """Return model of a receptive field -> a clause, for models `_FAR` below the best record of the same on the same data.
+    """Return model of a receptive field -> a clause, for models `_FAR` below the best record of model, options and data.
 
     The designs of Fig. 8 are options of one model, so a record of another design says nothing of theirs.
     """
