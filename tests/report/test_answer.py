@@ -14,6 +14,7 @@ from repro.report.answer import judge_question, measure_deviations, readme_block
 from repro.report.gallery import find_speeds
 from repro.report.markdown import place_on_page
 from repro.report.pages import build_passages
+from repro.report.template import name_device
 from repro.report.verdicts import Status, count_alone
 from tests.conftest import ROOT
 from tests.slow import slow
@@ -126,6 +127,13 @@ def test_a_record_over_several_processes_is_shown_before_one_with_more_rows(chec
     speeds(checkout, rows=[*ROWS, *more], ends=None)
     speeds(checkout, device="cpu: another", path="another")
     assert find_speeds(checkout.paper.comparison, checkout.results()).group.device == "cpu: another"
+
+
+def test_the_name_of_a_gpu_says_that_the_hosts_share_is_not_known(checkout):
+    speeds(checkout, device=checkout.H200, path="a_gpu")
+    assert UNKNOWN in name_device(checkout.report(), "GPU")
+    speeds(checkout)
+    assert UNKNOWN not in name_device(checkout.report(), "CPU")
 
 
 SIDES = (224, 384, 640, 1280)
