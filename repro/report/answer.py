@@ -137,7 +137,7 @@ def judge_question(own: Sequence[Verdict]) -> tuple[str, str]:
         return " mostly reproduce", "; ".join([matching, *outcomes])
     # what was not tested neither holds nor fails, so the first number alone would read as if the rest failed
     failing = counts[Status.EXPLAINED] + counts[Status.UNEXPLAINED] + counts[Status.INCONSISTENT]
-    return f": {good} of {len(own)} hold, {failing} fail or contradict another passage", "; ".join(outcomes)
+    return f": {good} of {len(own)} hold, {failing or 'none'} fail or contradict another passage", "; ".join(outcomes)
 
 
 def measure_deviations(own: Sequence[Verdict]) -> list[float]:
