@@ -24,9 +24,10 @@ def conclude(rows: Sequence[Row]) -> dict[str, Any]:
 
     Returns:
         `compared`: a list of {batch_size, dtype, mode, compile, size, against, image_size, speedup, speedup_ends,
-            memory_saved_percent, crossover, crossover_image_size, faster_at, slower_at, open_at}. Each compares the
-            family `BASIS` with one other family at the largest image size where both ran. `speedup_ends` follow from
-            the ranges over the processes of both rows. `faster_at`, `slower_at` and `open_at` are the image sizes where
+            memory_saved_percent, macs_times, crossover, crossover_image_size, faster_at, slower_at, open_at}. Each
+            compares the family `BASIS` with one other family at the largest image size where both ran. `speedup_ends`
+            follow from the ranges over the processes of both rows. `macs_times` is the other's multiply-adds over ours,
+            since models of one size may differ in work. `faster_at`, `slower_at` and `open_at` are the image sizes where
             these ends lie above 1, below 1, or on both sides; for the crossover see `crossover`. A number is None, with
             a reason, if there is no common size, if the other family's speed cannot be trusted, if a time is the
             host's, or, for the ends, if a row has one process.
@@ -86,13 +87,14 @@ def _compare(family: str, ours: Sequence[Row], theirs: Sequence[Row]) -> dict[st
     both = sorted(our_rows.keys() & their_rows.keys())
     reason = _withhold(family, theirs) or (None if both else "there is no image size at which both ran")
     numbers = ("image_size", "speedup", "speedup_ends", "memory_saved_percent", "crossover", "crossover_image_size")
-    found: dict[str, Any] = dict.fromkeys(numbers) | {"faster_at": [], "slower_at": [], "open_at": []}
+    found: dict[str, Any] = dict.fromkeys((*numbers, "macs_times")) | {"faster_at": [], "slower_at": [], "open_at": []}
     if reason is not None:
         return {**found, "reason": reason}
     ratios = {side: bound_ratio(our_rows[side], their_rows[side]) for side in both}
     ends = {side: ratio.ends for side, ratio in ratios.items() if ratio is not None and ratio.ends is not None}
     last = found["image_size"] = both[-1]
     pair = our_rows[last], their_rows[last]
+    found["macs_times"] = pair[1]["macs_g"] / pair[0]["macs_g"]
     our_peak, their_peak = (row["peak_memory_mib"] for row in pair)
     if our_peak and their_peak:
         found["memory_saved_percent"] = 100 * (1 - our_peak / their_peak)

@@ -21,7 +21,16 @@ from .paper import ATTENTIONS, Comparison, Question
 from .records import OUTSIDE, describe_origin, describe_seeds, group_by, name_commits
 from .results import Results, SpeedGroup
 from .variants import judge_variants, list_changed_verdicts
-from .verdicts import Status, Verdict, count_statuses, format_counts, format_ours, format_ratio, significant
+from .verdicts import (
+    Status,
+    Verdict,
+    count_alone,
+    count_statuses,
+    format_counts,
+    format_ours,
+    format_ratio,
+    significant,
+)
 
 PIPELINE_FILE = "pipeline.json"
 _REPRODUCE = " reproduce"  # the verdict on a question all of whose numbers match
@@ -58,9 +67,9 @@ def lead_blocks(report: Report) -> str:
 def readme_blocks(reports: Sequence[Report]) -> dict[str, str]:
     """Write the blocks of README.md, by marker; the first of the reports must be the primary paper's."""
     first, *_ = reports
-    counts = count_statuses(verdict for report in reports for verdict in report.all)
-    unmeasured = f"{counts[Status.NOT_MEASURED]:,} have no counterpart here"
-    said = f"Of the {counts.total():,} numbers and statements that the papers print, {unmeasured}."
+    every = [verdict for report in reports for verdict in report.all]
+    alone = f"{count_alone(every):,} have no counterpart here"
+    said = f"Of the {len(every):,} numbers and statements that the papers print, {alone}."
     pipeline = first.results.paths.results / PIPELINE_FILE
     took = _describe_pipeline(read_json(pipeline), first.results) if pipeline.is_file() else ""
     command = f"make reproduce   # every stage, on scans of digits with 8×8 pixels{took}"
@@ -109,7 +118,8 @@ def judge_question(own: Sequence[Verdict]) -> tuple[str, str]:
     The end begins with a space or a colon, since callers append it to a subject; alone, they strip it.
 
     If all numbers are off by at most `_CLOSE`, the sentence states the largest deviation. Otherwise, `mostly` means
-    that three quarters or more match; if fewer do, the sentence counts them. Both list the other outcomes.
+    that three quarters or more match; if fewer do, the sentence counts them and those that fail. Both list the other
+    outcomes.
     """
     if all(verdict.ours is None for verdict in own):
         return " were not tested", f"{len(own)} numbers"
@@ -128,7 +138,9 @@ def judge_question(own: Sequence[Verdict]) -> tuple[str, str]:
     outcomes = [f"{counts[status]} {words}" for status, words in _OUTCOMES.items() if counts[status]]
     if 4 * good >= 3 * len(own):
         return " mostly reproduce", "; ".join([matching, *outcomes])
-    return f": {good} of {len(own)} hold", "; ".join(outcomes)
+    # what was not tested neither holds nor fails, so the first number alone would read as if the rest failed
+    failing = counts[Status.EXPLAINED] + counts[Status.UNEXPLAINED] + counts[Status.INCONSISTENT]
+    return f": {good} of {len(own)} hold, {failing or 'none'} fail or contradict another passage", "; ".join(outcomes)
 
 
 def measure_deviations(own: Sequence[Verdict]) -> list[float]:

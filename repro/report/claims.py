@@ -290,7 +290,7 @@ class _Judge:
             values = self._decide(parts, group, "unfused")
             fused = self._decide(parts, group, "fused") if has_baseline else {}
             if values:
-                of_fused = _join([*fused.values()]) if fused.keys() == values.keys() else (None, None)
+                of_fused = _join([*fused.values()]) if fused.keys() == values.keys() else (None, None, 0)
                 about = self.paper.baseline, entry.unit, (len(values), len(parts))
                 yield Elsewhere(group, *_join([*values.values()]), *of_fused, *about)
 
@@ -336,17 +336,18 @@ def _raise_missing(reason: str, command: str) -> Callable:
     return function
 
 
-def _join(parts: Sequence[Sequence[Number | bool]]) -> tuple[float | bool | str, Interval | None]:
+def _join(parts: Sequence[Sequence[Number | bool]]) -> tuple[float | bool | str, Interval | None, int]:
     """Combine the values of the parts, see `_spread`: a quantity and its ends, or a statement's word.
 
-    A statement holds if all its parts do at every speed. It does not if a part never does; otherwise it is `OPEN`.
+    A statement holds if all its parts do at every speed. It does not if a part never does; otherwise it is `OPEN`. The
+    number of the parts that never hold is the last of the result.
     """
     if isinstance(parts[0][0], bool):
-        if not all(map(any, parts)):
-            return False, None
-        return (True if all(map(all, parts)) else OPEN), None
+        if failing := sum(not any(part) for part in parts):
+            return False, None, failing
+        return (True if all(map(all, parts)) else OPEN), None, 0
     median, *corners = map(float, parts[0])
-    return median, (min(corners), max(corners)) if len(corners) > 1 else None
+    return median, (min(corners), max(corners)) if len(corners) > 1 else None, 0
 
 
 def _format_computed(value: Number | bool, places: int) -> str:

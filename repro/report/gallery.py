@@ -146,10 +146,15 @@ class Speeds:
 
     @property
     def rank(self) -> tuple:
-        """The sort key of the best record: most of the comparison's image sizes, then most rows, then a GPU."""
+        """The sort key of the best record.
+
+        Most of the comparison's image sizes come first, then most of these over several processes, since one says
+        nothing of the next, then most rows, and then a GPU.
+        """
         models, sizes = self.comparison.series.values(), self.comparison.sizes
-        wanted = sum((*model, size) in self.rows for model in models for size in sizes)
-        return wanted, len(self.rows), self.group.is_gpu, self.source.path
+        wanted = [row for model in models for size in sizes if (row := self.rows.get((*model, size)))]
+        over_several = sum(row["latency_range_ms"] is not None for row in wanted)
+        return len(wanted), over_several, len(self.rows), self.group.is_gpu, self.source.path
 
 
 def _place_crossing(ends: Mapping[int, Interval]) -> str | None:
@@ -191,7 +196,7 @@ def find_speeds(comparison: Comparison | None, results: Results) -> Speeds | Non
 def find_all_speeds(comparison: Comparison | None, results: Results) -> list[Speeds]:
     """Return the best record of inference for each kind of device and batch size: GPUs first, then large batches.
 
-    The best record has most of the comparison's image sizes, and among equals most rows.
+    The best record is the first by `Speeds.rank`.
     """
     if comparison is None:
         return []

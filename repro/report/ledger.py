@@ -178,7 +178,9 @@ class Table:
         is_by_row = column.kind == "count" and chosen is not None and is_built
         reason, command = column.reason, column.command
         if not is_built:
-            family = row["label"].rpartition("-")[0] or row["label"]
+            # what stands behind the size is part of the family: `ConvNeXt-S (iso.)` is of another one than `ConvNeXt-S`
+            sized, *variant = row["label"].split(" ", 1)
+            family = " ".join([sized.rpartition("-")[0] or sized, *variant])
             reason, command = f"{family} is not built in this project", "none until the model is built"
         return Entry(
             id=entry_id,

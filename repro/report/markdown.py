@@ -29,6 +29,11 @@ def number(value: object, form: str = "", unit: str = "") -> str:
     return "–" if value in (None, "–", "") else format(value, form) + unit
 
 
+def show_p(p: float | None) -> str:
+    """Format a p-value with three decimals; a smaller one is no zero but `< 0.001`, and None is `–`."""
+    return "< 0.001" if p is not None and p < 0.001 else number(p, ".3f")
+
+
 def picture(file: str, text: str) -> str:
     """Return a picture by its file, relative to results/, with a description."""
     return f"![{text}](results/{quote(file)})"

@@ -209,7 +209,7 @@ def _list_sweep(group: SpeedGroup, rows: Sequence[tuple[Row, Source]]) -> list[s
     # a file may have rows of one processor with several numbers of threads, which are not compared
     concluded = conclude([row for row in rows[0][1].metrics["rows"] if row["device"] == group.device])
     if compared := [each for each in concluded["compared"] if SpeedGroup.of(each, group.device) == group]:
-        header = ["size", "against", "pixels", "speed-up", "memory saved", "faster"]
+        header = ["size", "against", "pixels", "its multiply-adds over ours", "speed-up", "memory saved", "faster"]
         largest = "at the largest size where both ran, and at which sizes ours is faster:"
         blocks += [f"Ours against each other family {largest}", table(header, map(_compared_row, compared))]
     grown = [each for each in concluded["growth"] if SpeedGroup.of(each, group.device) == group]
@@ -244,12 +244,13 @@ def _with_attention(row: Row) -> str:
 def _compared_row(found: Row) -> list[str]:
     """Return the table row of one of `compared` of `bench.conclude.conclude`."""
     if "reason" in found:
-        return [found["size"], found["against"], "–", f"no ratio: {found['reason']}", "–", "–"]
+        return [found["size"], found["against"], "–", "–", f"no ratio: {found['reason']}", "–", "–"]
     speedup = f"no ratio: {found.get('speedup_reason')}"
     if found["speedup"] is not None:
         speedup = format_ratio(found["speedup"], found["speedup_ends"])
     memory = "–" if found["memory_saved_percent"] is None else _show(found, "memory_saved_percent", " %")
-    return [found["size"], found["against"], f"{found['image_size']}²", speedup, memory, _describe_sides(found)]
+    about = [found["size"], found["against"], f"{found['image_size']}²", _show(found, "macs_times")]
+    return [*about, speedup, memory, _describe_sides(found)]
 
 
 def _describe_sides(found: Row) -> str:

@@ -112,9 +112,14 @@ def compare_memory(report: Report, kind: str, size: int, attention: str) -> str:
 
 
 def name_device(report: Report, kind: str) -> str:
-    """Return the device, batch size and precision of `compare_speed`; `not measured` where there is no record."""
-    speeds = _find_speeds(report, kind)
-    return str(speeds.group).partition(": ")[2] if speeds else _NOT_MEASURED
+    """Return the device, batch size and precision of `compare_speed`, and in parentheses what is not known of its times.
+
+    `not measured` where there is no record.
+    """
+    if (speeds := _find_speeds(report, kind)) is None:
+        return _NOT_MEASURED
+    caveat = speeds.group.caveat.removeprefix("; ")
+    return str(speeds.group).partition(": ")[2] + (f" ({caveat})" if caveat else "")
 
 
 def _find_speeds(report: Report, kind: str) -> Speeds | None:

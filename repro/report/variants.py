@@ -10,7 +10,7 @@ from typing import Any
 
 from .claims import Report
 from .ledger import Ledger
-from .markdown import bullets, join, number, picture, strong, table
+from .markdown import bullets, join, number, picture, show_p, strong, table
 from .ordering import AT_CHANCE, FEW_IMAGES, MOST_SEEDS, TOP1, Ordering, Pair, judge_ordering
 from .paper import Drawings, Paper, Suite, VariantTable
 from .records import Source, describe_seeds, group_by, list_all, rank_machine, read_curves, warn_of_seeds
@@ -441,5 +441,5 @@ def _pairs_table(where: VariantTable, found: Ordering, ledger: Ledger) -> str:
         needed = f"over {MOST_SEEDS}" if pair.needed is None else number(pair.needed)
         if pair.side or pair.limit in (AT_CHANCE, FEW_IMAGES):  # separated, or no number of seeds would do
             needed = f"– ({pair.limit})" if pair.limit else "–"
-        rows.append([pair.claim, theirs, pair.show(2), number(pair.p, ".3f"), pair.word, needed])
+        rows.append([pair.claim, theirs, pair.show(2), show_p(pair.p), pair.word, needed])
     return table(["the paper's order", "paper (points)", "ours (points) [95 %]", "p (Holm)", "", "seeds needed"], rows)

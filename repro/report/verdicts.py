@@ -84,9 +84,11 @@ class Elsewhere:
     value: float | bool | str
     # the quantity's bounds by the ranges over processes; None where a row has one process
     ends: Interval | None
+    failing: int  # the measured comparisons of a statement that do not hold
     # `value` against the fused attention that users run; None where the claim has no baseline, or without such a row
     fused: float | bool | str | None
     fused_ends: Interval | None
+    fused_failing: int
     baseline: str  # the baseline's name
     unit: str  # the quantity's unit
     parts: tuple[int, int]  # (measured comparisons of a statement, all of them)
@@ -94,13 +96,18 @@ class Elsewhere:
     @property
     def found(self) -> str:
         """`value` in words, with its range or the share of a statement's comparisons that were measured."""
-        return self._format(self.value, self.ends)
+        return self._format(self.value, self.ends, self.failing)
 
-    def _format(self, value: float | bool | str, ends: Interval | None) -> str:
-        """Write a value with its ends, see the class; a statement's share is that of its measured comparisons."""
+    def _format(self, value: float | bool | str, ends: Interval | None, failing: int) -> str:
+        """Write a value with its ends, see the class; a statement's share is that of its measured comparisons.
+
+        A statement that fails in some of them alone says in how many: the others may hold.
+        """
         if isinstance(value, bool | str):
             measured, there_are = self.parts
             scope = "" if measured == there_are else f" in the {measured} of {there_are} measured"
+            if 0 < failing < measured:
+                scope = f" in {failing} of the {measured} measured ({there_are} in all)"
             return (value if isinstance(value, str) else _format_bool(value)) + scope
         interval = f" ({ends[0]:.3g} to {ends[1]:.3g})" if ends else ""
         return f"{value:.4g}{self.unit if self.unit in '×%' else ''}{interval}"  # other units need a space
@@ -108,7 +115,7 @@ class Elsewhere:
     @property
     def found_fused(self) -> str:
         """`fused` in words as `found`; empty for None."""
-        return "" if self.fused is None else self._format(self.fused, self.fused_ends)
+        return "" if self.fused is None else self._format(self.fused, self.fused_ends, self.fused_failing)
 
     def __str__(self) -> str:
         fused = f"; against fused {self.baseline} {self.found_fused}" if self.found_fused else ""
@@ -148,6 +155,12 @@ def describe_statuses(_: object) -> str:
 def count_statuses(verdicts: Iterable[Verdict]) -> Counter[str]:
     """Return status -> number of the verdicts that have it; a status is its own word as text."""
     return Counter(verdict.status for verdict in verdicts)
+
+
+def count_alone(verdicts: Iterable[Verdict]) -> int:
+    """Return how many entries have no counterpart of ours, whatever the reason; contradictions have evidence instead."""
+    counts = count_statuses(verdicts)
+    return counts[Status.NOT_MEASURED] + counts[Status.NOT_MEASURABLE] + counts[Status.OUT_OF_SCOPE]
 
 
 def format_counts(verdicts: Iterable[Verdict]) -> str:

@@ -96,7 +96,9 @@ def test_a_wide_range_decides_nothing():
         return compared
 
     theirs[1280] = make_pair(DEIT, "unfused", 1280, 256.0, 2.0, 0.25)
+    theirs[1280] = [row | {"macs_g": 3.4 * row["macs_g"]} for row in theirs[1280]]
     compared = compare()
+    assert compared["macs_times"] == pytest.approx(3.4)
     assert compared["image_size"] == 1280 and compared["memory_saved_percent"] == 50.0
     assert compared["speedup"] == pytest.approx(16) and compared["speedup_ends"] == pytest.approx([12, 20])
     assert (compared["crossover"], compared["crossover_image_size"]) == ("from", 512)

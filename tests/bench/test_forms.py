@@ -82,5 +82,14 @@ def test_rows_of_another_number_of_threads_are_measured_again(tmp_path, monkeypa
     ],
 )
 def test_the_crossover_is_said_in_words(ratios, words):
-    rows = [{"tokens": tokens, "ratio": ratio} for tokens, ratio in zip((100, 200, 400, 800), ratios, strict=True)]
+    alike = {"ratio_ci95": None}
+    rows = [
+        alike | {"tokens": tokens, "ratio": ratio} for tokens, ratio in zip((100, 200, 400, 800), ratios, strict=True)
+    ]
     assert find_crossover(rows[::-1]) == words
+
+
+def test_a_form_is_ahead_only_where_the_interval_says_so():
+    ends = {100: (0.4, 0.6), 200: (0.9, 1.4), 400: (1.1, 1.3)}
+    rows = [{"tokens": tokens, "ratio": sum(each) / 2, "ratio_ci95": each} for tokens, each in ends.items()]
+    assert find_crossover(rows) == "ahead from 400"

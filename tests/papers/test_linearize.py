@@ -137,6 +137,9 @@ def test_layers_that_look_farther_or_have_a_lower_peak_than_the_teacher_are_coun
     checkout.record("replications/attention", about | {"by_layer": by_layer})
     # the same student, looked at with other pictures
     checkout.record("replications/again", about | {"by_layer": by_layer, "held_out_images": 9})
+    # linear attention is no inner learner
+    linear = {"options": {"inner": "linear"}, "weights_hash": "c"}
+    checkout.record("replications/linear", about | linear | {"by_layer": by_layer})
     report = checkout.report()
     assert [find_attention(report, key) for key in ("layers", "farther", "lower")] == [3, 2, 1]
 

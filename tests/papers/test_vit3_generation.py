@@ -52,12 +52,24 @@ def test_losses_are_compared_seed_by_seed(three):
     found = blocks(three)
     assert "`dit3_nano_patch1` against `dit_nano_patch1`: the loss is lower by 0.0052 [0.0044, 0.0059] over" in found
     assert "against `dit_nano_patch1[cpe=True]`: the losses are not separated" in found
-    assert "0.0003 [-0.0025, 0.0032] over 3 seeds." in found
+    assert "0.0003 [-0.0025, 0.0032] over 3 seeds, p " in found
     # the record with the most seeds stands for a model
     train(three, "dit3", "dit3_nano_patch1", (0.01,))
     assert blocks(three) == found
     # the page of the primary paper lists runs by the scores of the stages of the graph, of which these have none
     assert "ablate_generate/dit3_3s" not in three.runs().split("\n## Runs")[1].split("\n## ")[0]
+
+
+def test_more_pairs_ask_for_more(checkout):
+    """By hand: differences of 3, 5 and 6 thousandths have t = 5.29 and p = 0.034, which three pairs make 0.10."""
+    train(checkout, "dit_3s", "dit_nano_patch1", (0.053, 0.056, 0.058))
+    train(checkout, "dit3_3s", "dit3_nano_patch1", (0.050, 0.051, 0.052))
+    found = blocks(checkout)
+    assert "against `dit_nano_patch1`: the loss is lower by" in found and "p 0.034 (Holm)" in found
+    train(checkout, "cpe_3s", "dit_nano_patch1", (0.051, 0.049, 0.0541), options={"cpe": True})
+    lines = blocks(checkout).splitlines()
+    (said,) = (line for line in lines if "`dit3_nano_patch1` against `dit_nano_patch1`:" in line)
+    assert "not separated" in said and "p 0.10" in said
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from repro.report.answer import judge_question, measure_deviations, readme_block
 from repro.report.gallery import find_speeds
 from repro.report.markdown import place_on_page
 from repro.report.pages import build_passages
-from repro.report.verdicts import Status
+from repro.report.template import name_device
+from repro.report.verdicts import Status, count_alone
 from tests.conftest import ROOT
 from tests.slow import slow
 
@@ -119,6 +120,20 @@ def test_the_record_with_most_rows_is_shown_and_among_equals_a_gpus(checkout):
     assert "No GPU" not in speed_blocks(checkout.report())
     speeds(checkout, device=checkout.H200, path="a_gpu", mode="train")
     assert find_speeds(comparison, checkout.results()).group.device == checkout.CPU
+
+
+def test_a_record_over_several_processes_is_shown_before_one_with_more_rows(checkout):
+    more = [(VITTT, None, side, 500.0, 90.0) for side in (384, 640)]
+    speeds(checkout, rows=[*ROWS, *more], ends=None)
+    speeds(checkout, device="cpu: another", path="another")
+    assert find_speeds(checkout.paper.comparison, checkout.results()).group.device == "cpu: another"
+
+
+def test_the_name_of_a_gpu_says_that_the_hosts_share_is_not_known(checkout):
+    speeds(checkout, device=checkout.H200, path="a_gpu")
+    assert UNKNOWN in name_device(checkout.report(), "GPU")
+    speeds(checkout)
+    assert UNKNOWN not in name_device(checkout.report(), "CPU")
 
 
 SIDES = (224, 384, 640, 1280)
@@ -229,8 +244,11 @@ def verdict(status, ours=1.0, **more):
     [
         ({Status.MATCHED: 3, Status.TRUNCATED: 1}, "reproduce"),
         ({Status.MATCHED: 3, Status.UNEXPLAINED: 1}, "mostly reproduce"),
-        ({Status.MATCHED: 2, Status.UNEXPLAINED: 1}, "2 of 3 hold"),
-        ({Status.MATCHED: 12, Status.EXPLAINED: 3, Status.INCONSISTENT: 9, Status.DECLARED: 8}, "12 of 32 hold"),
+        ({Status.MATCHED: 2, Status.UNEXPLAINED: 1}, "2 of 3 hold, 1 fail or contradict another passage"),
+        (
+            {Status.MATCHED: 12, Status.EXPLAINED: 3, Status.INCONSISTENT: 9, Status.OUT_OF_SCOPE: 8},
+            "12 of 32 hold, 12 fail or contradict another passage",
+        ),
         ({Status.FITTED: 3, Status.MATCHED: 1}, "agree only by a fitted convention"),
         ({Status.NOT_MEASURED: 5}, "were not tested"),
     ],
@@ -242,8 +260,14 @@ def test_the_verdict_follows_the_statuses_and_its_numbers_add_up(statuses, endin
     )
     assert said.endswith(ending)
     if "hold" in said:
-        good, total = (int(word) for word in re.findall(r"\d+", said))
+        good, total, _ = (int(word) for word in re.findall(r"\d+", said))
         assert good + sum(map(int, re.findall(r"(\d+) [a-z]", detail))) == total == sum(statuses.values())
+
+
+def test_what_is_out_of_scope_or_not_measurable_has_no_counterpart_either():
+    """2 of 5: a contradiction is listed with its evidence, and a setting is ours by declaration."""
+    statuses = [Status.OUT_OF_SCOPE, Status.NOT_MEASURABLE, Status.INCONSISTENT, Status.DECLARED, Status.MATCHED]
+    assert count_alone(map(verdict, statuses)) == 2
 
 
 def test_numbers_that_lie_close_say_how_close_and_count_once():

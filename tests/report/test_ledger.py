@@ -148,3 +148,5 @@ def test_a_row_without_a_model_says_that_it_is_not_built():
     entries = [table.entry(row, "macs_g", ()) for row in rows]
     assert [entry.reason for entry in entries] == ["Net is not built in this project"] * 2 + [None] * 2
     assert [entry.ours and entry.ours.calls[0].name for entry in entries] == [None, None, "macs_g", "formula"]
+    entry = table.entry({"id": "d", "label": "Net-S (iso.)", "model": "", "macs_g": "1.0"}, "macs_g", ())
+    assert entry.reason == "Net (iso.) is not built in this project"

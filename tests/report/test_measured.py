@@ -26,8 +26,8 @@ def test_matrices_comparisons_and_growth(checkout):
     assert f"| {VITTT} | 262 | 1049 |" in text
     assert f"| {VIM} | 1000 | – |" in text
     assert f"| {DEIT}, unfused | 1049 | oom |" in text
-    assert "| T | deit | 512² | 4.00× (one process) | 73.8 % | not known: one process, no interval |" in text
-    assert "| T | vim | – | no ratio: the speed of its operator was not measured" in text
+    assert "| T | deit | 512² | 1.00 | 4.00× (one process) | 73.8 % | not known: one process, no interval |" in text
+    assert "| T | vim | – | – | no ratio: the speed of its operator was not measured" in text
     assert f"| {VITTT} | 1.00 | 1.00 | 1.00 |" in text
     assert text.count("| 1.00 | 1.00 | 1.00 |") == 1  # one size shows no growth
     assert f"### {CPU}, batch 1, fp32, infer, commit 0123456789ab\n" in text

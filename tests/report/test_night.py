@@ -17,6 +17,7 @@ from repro.papers.vision_ttt.sections import (
     load_questions,
     printed_difference,
 )
+from repro.report.markdown import show_p
 from repro.report.power import detectable_difference
 from repro.report.results import Missing
 from tests.conftest import ROOT
@@ -141,7 +142,7 @@ def test_the_slots_are_empty_before_the_run_and_filled_after_it(checkout):
     found = stats.ttest_rel(*seeds)
     difference, p, word = filled["Vittt-T > DeiT-T"]
     assert difference.startswith(f"+{np.mean(np.subtract(*seeds)):.2f}") and word == "ordering seen"
-    assert p == f"{4 * found.pvalue:.3f}" and filled["Vittt-T > Vim-T"][2] == "not separated"
+    assert p == show_p(4 * found.pvalue) and filled["Vittt-T > Vim-T"][2] == "not separated"
     scores = {row[0]: row[1:] for row in read_table(list_night_scores(checkout.report()))}
     assert scores["Vittt-T"][0].startswith(f"{np.mean(seeds[0]):.2f}") and scores["Vittt-T"][1] == "–"
 

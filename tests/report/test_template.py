@@ -7,7 +7,7 @@ import jinja2
 import pytest
 
 from repro.report.dense import compare_without_learning
-from repro.report.markdown import cross, number, picture, place_on_page, table
+from repro.report.markdown import cross, number, picture, place_on_page, show_p, table
 from repro.report.measured import list_spreads
 from repro.report.pages import write_report
 from repro.report.paper import list_functions
@@ -232,3 +232,8 @@ def test_how_far_processes_lie_apart_is_said_by_device(checkout):
     said = passage(list_spreads, checkout)
     assert f"| {checkout.H200}, batch 64, fp16, infer | 3 | 3 | 11 % | 50 % |" in said
     assert f"| {checkout.CPU}, batch 1, fp16, infer | 1 | 1 | – | – |" in said
+
+
+@pytest.mark.parametrize(("p", "shown"), [(2e-5, "< 0.001"), (0.00099, "< 0.001"), (0.001, "0.001"), (0.0496, "0.050")])
+def test_a_p_value_is_never_zero(p, shown):
+    assert show_p(p) == shown

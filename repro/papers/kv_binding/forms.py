@@ -198,9 +198,12 @@ def _draw_forms(path: Path, source: Source) -> Path:
 
 
 def find_crossover(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Write in words from how many tokens on the parallel form is faster; `rows` are the ratios of one learner."""
+    """Write in words from how many tokens on the parallel form is faster; `rows` are the ratios of one learner.
+
+    It is faster where the interval of the ratio lies above one. Too few turns for an interval count by their ratio.
+    """
     lengths = sorted(row["tokens"] for row in rows)
-    ahead = sorted(row["tokens"] for row in rows if row["ratio"] > 1)
+    ahead = sorted(row["tokens"] for row in rows if min(row["ratio_ci95"] or [row["ratio"]]) > 1)
     if not ahead:
         return "never ahead"
     if ahead == lengths:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from ...core.statistics import share_interval
 from ...report.claims import Report
 from ...report.expressions import Call
-from ...report.markdown import code, join, number, strong, table
+from ...report.markdown import code, join, number, show_p, strong, table
 from ...report.ordering import Pair, compare_accuracies, describe_power
 from ...report.records import Source, describe_origin, describe_seeds, keep_best, warn_of_seeds
 from ...report.results import Missing
@@ -98,7 +98,7 @@ def list_changes(report: Report) -> str:
             mean = statistics.fmean(group.variants[name].by_seed(TOP1).values())
             said = ["–", "–", "–"]
             if pair := pairs.get(name):
-                tested = [pair.show(2), number(pair.p, ".3f")] if pair.interval else ["–", "–"]
+                tested = [pair.show(2), show_p(pair.p)] if pair.interval else ["–", "–"]
                 said = [*tested, pair.name_side("better", "worse")]
             rows.append([CHANGES[name.removeprefix(f"{model}_")], code(name), f"{mean:.1f}", *said])
         header = ["", "variant", "top-1 (%)", "difference [95 %]", "p (Holm)", ""]

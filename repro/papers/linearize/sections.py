@@ -21,6 +21,7 @@ from ...report.records import (
     warn_of_seeds,
 )
 
+_LINEAR = ("linear", "projqk")  # option `inner` of a student with linear attention
 _UNTRAINED = "untrained_top1_percent"  # before the training; only records of linearisations have it
 _COMMAND = "repro explain --map attention --data digits --weights STUDENT --teacher SOFTMAX_MODEL"
 _SCRATCH = "repro profile use digits && dvc repro ablate@t5_nano_digits_scratch_5e_5s"
@@ -120,16 +121,17 @@ def list_layers(report: Report) -> str:
 
 
 def find_attention(report: Report, key: str) -> int | str:
-    """Return a field of the first record, or a count of layers over all students.
+    """Return a field of the first record, or a count of layers over all students with an inner learner.
 
     `layers` counts all of them; `farther` and `lower` count those whose reach is larger, or whose peak is lower, than
-    the teacher's.
+    the teacher's. Linear attention is left out: the paper's statement is not of it.
     """
     layers = _find_layers(report)
+    if key not in ("layers", "farther", "lower"):
+        return layers[0][0].metrics[key]
+    layers = [each for each in layers if each[0].metrics["options"].get("inner") not in _LINEAR]
     if key == "layers":
         return len(layers)
-    if key not in ("farther", "lower"):
-        return layers[0][0].metrics[key]
     field, sign = {"farther": ("reach_patches", 1), "lower": ("peak_percent", -1)}[key]
     states = [(source.metrics["by_layer"], layer) for source, layer in layers]
     return sum(sign * by["after"][field][layer] > sign * by["teacher"][field][layer] for by, layer in states)

@@ -20,7 +20,7 @@ from ...core.record import read_json, unpack_hits
 from ...core.statistics import Interval, describe_sample, share_interval
 from ...report.claims import Report
 from ...report.ledger import Ledger
-from ...report.markdown import bullets, join, number, picture, show_interval, strong, table
+from ...report.markdown import bullets, join, number, picture, show_interval, show_p, strong, table
 from ...report.ordering import ALPHA, TOP1, compare_pairs, holm, round_off
 from ...report.variants import count_macs, find_printed
 
@@ -271,6 +271,24 @@ def find_commit(_: Report) -> str:
     return load_photographs()["commit"][:8]
 
 
+def describe_photographs(report: Report) -> str:
+    """Describe the trials, which of their rates is trained, and how and where the trainings so far ran."""
+    questions = load_photographs()
+    search, models = questions["search"], find_models(report.results.paths, questions)
+    trial = f"A trial has {search['epochs']} epochs and is scored on {search['split']}."
+    rate = "The first rate of a row, whose trial scored highest, is the one that is trained; the others of the row lie "
+    rate += f"within {_TIE} points of it, which so few images cannot tell apart."
+    trained = [found for each in models.values() for found in each.seeds.values()]
+    if not trained:
+        return f"{trial} {rate}"
+    one, cpus = trained[0], sorted({found["device"]["cpu"] for found in trained})
+    threads = sorted({found["device"]["threads"] for found in trained})
+    length = f"A training has {one['epochs']} epochs of {one['train_images']:,} images, and is scored on "
+    length += f"{one['images']:,} of {one['split']}"
+    how = f"{one['params']['precision']}, {' or '.join(map(str, threads))} thread{'s' * (threads != [1])}"
+    return f"{trial} {rate} {length}; {how}, {' and '.join(cpus)}."
+
+
 def count_trainings(report: Report) -> str:
     """Write in a sentence how many of the registered trainings and trials have run."""
     questions = load_photographs()
@@ -332,12 +350,11 @@ def _list_judged(question: Mapping[str, Any], judged: Sequence[Judged], ledger: 
     says = f"After 6 epochs, at rates chosen with one seed: {'; '.join(words)}."
     rows, differs = [], question.get("differs")
     for each in judged:
-        p = None if each.p is None else "< 0.001" if each.p < 0.001 else f"{each.p:.3f}"
         printed = _printed_difference(ledger, each.first, each.second)
         drawn = "[{:+.2f}, {:+.2f}]".format(*each.drawn)
         word = strong(each.word) if each.word == "contradicted" else each.word
         ours = show_interval(each.difference, each.interval, "+.2f")
-        rows.append([f"{each.first} − {each.second}", number(printed, "+.1f"), ours, drawn, number(p), word])
+        rows.append([f"{each.first} − {each.second}", number(printed, "+.1f"), ours, drawn, show_p(each.p), word])
         if differs:
             rows[-1].append(differs.get(each.second, ""))
     header = ["", "paper, ImageNet-1K (points)", "ours (points) [95 %]", "by bootstrap", "p (Holm)", "verdict"]

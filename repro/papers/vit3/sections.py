@@ -5,13 +5,13 @@ page.md calls `compare_losses` and `list_denoisers` by name.
 
 import itertools
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ...core.figures import new_figure, save_png
 from ...report.claims import Report
-from ...report.markdown import bullets, code, join, number, show_interval, tabulate
-from ...report.ordering import compare_pairs, describe_power
+from ...report.markdown import bullets, code, join, number, show_interval, show_p, tabulate
+from ...report.ordering import ALPHA, compare_pairs, describe_power, holm
 from ...report.records import (
     Source,
     average_curves,
@@ -63,7 +63,7 @@ def compare_losses(report: Report) -> str:
     columns = {
         "the paper's order": lambda pair: f"{_LAYERS[pair.better]} > {_LAYERS[pair.worse]}",
         "ours (loss) [95 %]": lambda pair: pair.show(4),
-        "p (Holm)": lambda pair: number(pair.p, ".3f"),
+        "p (Holm)": lambda pair: show_p(pair.p),
         "": lambda pair: pair.word,
     }
     blocks: list[str] = []
@@ -133,20 +133,34 @@ def list_denoisers(report: Report) -> str:
             f"{sampling['guidance']:g}."
         )
         blocks += [warn_of_seeds(group), about, tabulate(columns, group)]
-        blocks.append(bullets(_compare(*pair, name) for pair in itertools.combinations(group, 2)))
+        blocks.append(bullets(_compare(group, name)))
     return join(blocks)
 
 
-def _compare(better: Source, worse: Source, name: Callable[[Source], str]) -> str:
-    """Write a sentence on two held-out losses, paired by seed: both saw the same images with the same noise."""
-    losses = {name(source): source.by_seed(_HELD_OUT) for source in (worse, better)}
-    pairs = compare_pairs(losses, [tuple(losses)], _LEAST_SPREAD)
-    said = f"{code(name(better))} against {code(name(worse))}"
-    if not pairs:
-        return f"{said}: no seed in common."
-    (pair,) = pairs
-    shown = show_interval(pair.difference, pair.interval, ".4f")
-    if pair.interval is None:
-        return f"{said}: the loss is lower by {shown}; one seed has no interval, and another may say otherwise."
-    word = "the loss is lower by" if pair.side > 0 else "the losses are not separated; they differ by"
-    return f"{said}: {word} {shown} over {len(find_common(losses))} seeds."
+def _compare(group: Sequence[Source], name: Callable[[Source], str]) -> list[str]:
+    """Write a sentence on each two held-out losses, paired by seed: both saw the same images with the same noise.
+
+    `group` has the lowest loss first. Holm's correction is over the pairs that have an interval.
+    """
+    compared = []
+    for better, worse in itertools.combinations(group, 2):
+        losses = {name(source): source.by_seed(_HELD_OUT) for source in (worse, better)}
+        pairs = compare_pairs(losses, [tuple(losses)], _LEAST_SPREAD)  # of two alone: the others may lack its seeds
+        said = f"{code(name(better))} against {code(name(worse))}"
+        compared.append((said, pairs[0] if pairs else None, len(find_common(losses))))
+    corrected = iter(holm([pair.p for _, pair, _ in compared if pair and pair.interval]))
+    lines = []
+    for said, pair, seeds in compared:
+        if pair is None:
+            lines.append(f"{said}: no seed in common.")
+            continue
+        shown = show_interval(pair.difference, pair.interval, ".4f")
+        if pair.interval is None:
+            warning = "one seed has no interval, and another may say otherwise"
+            lines.append(f"{said}: the loss is lower by {shown}; {warning}.")
+            continue
+        p = next(corrected)
+        is_lower = pair.side > 0 and p < ALPHA
+        word = "the loss is lower by" if is_lower else "the losses are not separated; they differ by"
+        lines.append(f"{said}: {word} {shown} over {seeds} seeds, p {show_p(p)} (Holm).")
+    return lines

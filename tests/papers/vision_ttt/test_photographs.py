@@ -171,6 +171,19 @@ def test_nothing_is_judged_before_every_model_has_all_its_seeds(tmp_path, monkey
     assert photographs.is_finished(QUESTIONS["questions"]["Q"], models, SEEDS)
 
 
+def test_the_page_says_how_long_and_on_which_processors_was_trained(tmp_path, monkeypatch):
+    search = {"search": {"rates": [1e-3], "epochs": 2, "split": "tune"}}
+    monkeypatch.setattr(photographs, "load_photographs", lambda: QUESTIONS | search)
+    report = SimpleNamespace(results=SimpleNamespace(paths=Paths(tmp_path)))
+    assert re.findall(r"\d+ epochs", photographs.describe_photographs(report)) == ["2 epochs"]
+    for name, cpu in (("a", "B"), ("b", "A")):
+        more = {"train_images": 45_000, "split": "test", "device": {"cpu": cpu, "threads": 1}}
+        store(tmp_path, name, 0, **more, params={"seeds": [0], "precision": "fp32"})
+    said = photographs.describe_photographs(report)
+    assert re.findall(r"\d+ epochs", said) == ["2 epochs", "6 epochs"]
+    assert "45,000" in said and "10,000 of test" in said and "fp32, 1 thread, A and B." in said
+
+
 @pytest.mark.parametrize(
     "changes", [{"commit": "e"}, {"data_hash": "e"}, {"epochs": 7}, {"params": {"lr": 2, "seeds": [1]}}]
 )
