@@ -57,7 +57,11 @@ def train_transform(settings: TransformSettings) -> Callable[[Image.Image], torc
 
 
 def eval_transform(settings: TransformSettings) -> Callable[[Image.Image], torch.Tensor]:
-    """Build timm's evaluation transform, PIL to uint8 (3, image_size, image_size): resize by crop_pct, crop by mode."""
+    """Build timm's evaluation transform, PIL to uint8 (3, image_size, image_size): resize by crop_pct, crop by mode.
+
+    `inference.resolution` reads a batch once for all models whose settings agree in what is used here: a further
+    setting must be compared there, too.
+    """
     return create_transform(
         settings.image_size,
         is_training=False,
@@ -119,7 +123,8 @@ class ImageFolder(Dataset):
         self._targets = tree.splits[split].targets
         # (N,) uint8, 1 for a file that could not be read, in memory that forked workers share and that is not in
         # /dev/shm, where containers have little. Not a counter: two processes may meet the same file, and every epoch
-        # meets it again. A training saves the marks and sets them again when it resumes
+        # meets it again. `training.loop.Task` finds the marks by this name; a training saves them, and sets them again
+        # when it resumes
         files = len(self._targets)
         self.marks = torch.frombuffer(mmap.mmap(-1, max(1, files)), dtype=torch.uint8)[:files]
 
@@ -172,7 +177,10 @@ class ImageFolder(Dataset):
 
 
 def read_rgb(source: ImageBytes, upright: bool = False, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """Read an image as RGB, rotated by its EXIF data if `upright`; raises one of `UNREADABLE`."""
+    """Read an image as RGB, as stored or, if `upright`, rotated by its EXIF data; raises one of `UNREADABLE`.
+
+    The default differs from that of `decode_rgb`: published results of ImageNet are on images as stored.
+    """
     return decode_rgb(source.read(), source.file, max_pixels, upright=upright)
 
 

@@ -135,7 +135,8 @@ def _pair_up(order: np.ndarray, groups: np.ndarray) -> np.ndarray:
 class EvalOrder:
     """Every sample exactly once over all ranks, in order; arguments as for `TrainOrder`.
 
-    The last batch may be smaller than `batch_size`, and the ranks' numbers of samples may differ by one.
+    The last batch may be smaller than `batch_size`, and the ranks' numbers of samples may differ by one. Sample n of
+    rank r has the index r + n · world_size, from which `Generation.evaluate` draws the sample's noise.
 
     Raises:
         UserError: there are fewer samples than ranks.

@@ -120,7 +120,8 @@ def advise(manifest: Manifest, root: Path) -> str:
 def record_files(files: Sequence[tuple[bytes, int]], hashes: Sequence[str] | None = None) -> ClassRecord:
     """Make a folder's record from the (name, bytes) of its files, and the hashes of their contents if these count.
 
-    The hash depends on the order of the files: callers sort them by name.
+    The hash depends on the order of the files: callers sort them by name. Committed manifests hold it: if it were
+    computed otherwise, every data set would be refused as changed.
     """
     rows = [b"%s\0%d" % pair for pair in files]
     if hashes is not None:

@@ -29,6 +29,8 @@ _IMBALANCE = 10  # ratio of the largest class to the smallest from which a warni
 def prepare(params: PrepareData, paths: Paths, runtime: Runtime, cell: str) -> None:
     """Write `manifest.json`, `metrics.json` and `run.json` into `results/prepare_data/<cell>`.
 
+    For a set `KIND:PATH` the folder is another, see `manifest_path`. An embedded data set is first written anew.
+
     Raises:
         UserError: the data set is missing, badly laid out or differs from `expected`.
     """
@@ -157,7 +159,8 @@ def _read_held_out(root: Path, max_pixels: int) -> None:
 def scan_manifest(root: Path, kind: str, generated: object = None, report: Reporter = RAISE_FIRST) -> Manifest:
     """Make the manifest of the data set at `root`; annotations and pairs are checked as for training.
 
-    `generated` are the settings that wrote an embedded data set, or cut `tune` off another.
+    `generated` are the settings that wrote an embedded data set, or cut `tune` off another. `report` must raise errors:
+    the readers of a report that continues leave out what they cannot read.
 
     Raises:
         UserError: a class whose name is not UTF-8; see also `scan_tree`, `coco.read_classes` and `ade20k.read_classes`.

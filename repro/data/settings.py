@@ -5,6 +5,7 @@ Imports nothing heavy: stage modules need these dataclasses before they know whe
 A new field changes the hash of every cell that has these settings, see `repro.core.config._NEWER`. A manifest holds the
 settings of its data set in full: a new field changes its hash too, and saved states and files of results/seeds are then
 refused.
+Fields of transforms that hold the size of an input are also named in `repro.runs.cells._SIZES`.
 The stage prepare_data does not depend on this file (dvc.yaml): DVC misses a change of a default or of `bend_radius_px`.
 """
 

@@ -66,6 +66,9 @@ class TaskSpec(abc.ABC):
     `name` is the task's name in weights files and in `repro predict --task`. `scores` maps the metrics of a model's
     quality, the most important one first, to their names in the report. A score in percent has a key that ends in
     `_percent`, and a higher one is better.
+
+    `runs.job.build_job` sets the seed just before `build_model`: the random draws of `build_model` and `build_task`,
+    and their order, determine the results of every training.
     """
 
     name: ClassVar[str]
@@ -87,7 +90,8 @@ class TaskSpec(abc.ABC):
         """Build the model on the CPU, and load the file `init`, if any.
 
         Returns:
-            The model, and what became of each weight of the file by key; empty without a file.
+            The model, and what became of each weight of the file by key. Without a file this is empty, or has every
+            key of the backbone as new.
 
         Raises:
             UserError: the model, its options or the weights do not fit.
@@ -105,26 +109,32 @@ class TaskSpec(abc.ABC):
     def summarise(self, task: Any, last: Mapping[str, float]) -> dict[str, Any]:
         """Return the metrics of a finished training, from its last evaluation.
 
-        Every process calls it, while the loaders are open, since it may evaluate a model.
+        They must include `held_out_images`. `runs.cells.summarise_cell` averages over the seeds the scores and every
+        other number whose key ends in `_percent`. Every process calls it, while the loaders are open, since it may
+        evaluate a model.
         """
 
     def score_without_learning(self, task: Any, data: Any) -> dict[str, float] | None:
         """Return the same scores of a baseline without learning, on embedded data; None where there is none.
 
-        As in `draw_examples`, only the first process calls it, and the loaders are closed: read their data sets, and do
-        not call `Task.evaluate`, which would wait for the other processes.
+        Only the first process calls it, and the loaders are closed: read their data sets, and do not call
+        `Task.evaluate`, which would wait for the other processes.
         """
         return None
 
     def draw_examples(self, task: Any, model: Any, params: Any, classes: Sequence[str], folder: Path) -> None:
         """Draw predictions of a trained model in eval mode for images of the reported split, as PNGs.
 
-        The default draws nothing.
+        It is called as `score_without_learning` is, once for a cell: for its first seed. The default draws nothing.
         """
         return
 
     def count_flop_per_image(self, task: Any) -> float | None:
-        """Count the FLOP of a forward pass of one image; None where they are not counted."""
+        """Count the FLOP of a forward pass of one image; None where they are not counted.
+
+        It must draw no random numbers: it is called before a training if `runtime.peak_tflops` is set, and this setting
+        must not change the results.
+        """
         return None
 
     @abc.abstractmethod

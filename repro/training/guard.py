@@ -27,7 +27,8 @@ def find_fault(run: Any, training: Any, steps: int) -> str | None:
 def require_sound(task: Any, step: int, fault: str | None) -> None:
     """Raise `Diverged` with the files of the last batch of all ranks, unless `fault` is None.
 
-    Every rank must call it with the same fault, since they exchange the files.
+    Every rank must call it with the same fault, since they exchange the files. A search of rates takes this error, and
+    no other, for the outcome of a trial (`runs.tune`).
 
     Args:
         task: the `Task` of `repro.training.loop`.

@@ -68,7 +68,10 @@ class Task(abc.ABC):
         return self.train.batches(epoch, start)
 
     def split(self, batch: Any, parts: int) -> Sequence[Any]:
-        """Split a batch, which is a tuple of tensors or lists, into equal parts."""
+        """Split a batch, which is a tuple of tensors or lists, into equal parts.
+
+        `parts` must divide its size, as `runs.job.split_batch` ensures: images of a remainder would be left out.
+        """
         size = len(batch[0]) // parts
         return [tuple(column[start : start + size] for column in batch) for start in range(0, size * parts, size)]
 
@@ -95,13 +98,17 @@ class Task(abc.ABC):
         """Compute scores over the samples of a held-out split, of all ranks, by a model in eval mode.
 
         Every rank must return the same numbers, since each decides by them whether the run ends. They must be Python's
-        own: the state that is saved next holds them, and loading it with `weights_only` refuses those of NumPy.
+        own: the state that is saved next holds them, and loading it with `weights_only` refuses those of NumPy. Golden
+        files hold the names of the scores: a further or renamed one makes all trainings of the task out of date.
         """
 
 
 @dataclasses.dataclass(kw_only=True)
 class RunState:
-    """The progress of a run: finished steps, sums over the running epoch, and the results of the last evaluation."""
+    """The progress of a run: finished steps, sums over the running epoch, and the results of the last evaluation.
+
+    Saved states hold the fields by name: after a field is renamed or removed, no earlier state can be continued.
+    """
 
     step: int = 0
     epoch_sums: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -278,7 +285,8 @@ def forward_backward(task: Task, training: TrainingState, batch: Any, clip_grad_
     """Run a batch in parts, average the gradients over parts and ranks, and clip them.
 
     Returns:
-        The numbers of the task's loss, averaged over the parts, and the gradients' norm before clipping.
+        The numbers of the task's loss, averaged over the parts, and `grad_norm`, the gradients' norm before clipping.
+        `runs.golden` compares it and `loss`, by these names.
     """
     training.optimizer.zero_grad(set_to_none=True)
     sums: dict[str, Tensor] = {}
@@ -309,7 +317,8 @@ def _stop_if(stop: bool, received: list[int], step: int) -> None:
 def _end_epoch(task: Task, run: RunState, training: TrainingState, evaluate: bool) -> None:
     """Append the epoch's row to the curve, with scores if `evaluate`; `lr` is that of the first group of parameters.
 
-    The length of the curve is the number of the running epoch: each epoch must append exactly one row.
+    The length of the curve is the number of the running epoch: each epoch must append exactly one row. `runs.golden`
+    takes every key of a row for a score, except for `epoch`, `step`, `lr` and those that begin with `train_`.
     """
     # every rank counts the same finite steps; without one there are no sums either
     steps = max(1, run.epoch_steps) * task.ranks.world_size

@@ -2,7 +2,8 @@
 
 A new field changes the hash of every cell: saved states are then not continued, and files of results/seeds are refused.
 Give it the default None and a name that no other field has, and add this to `repro.core.config._NEWER`: the hash then
-ignores the field while it is None.
+ignores the field while it is None. If it changes what a GPU keeps besides the weights, `repro.runs.cells._KEEPS` names
+it, too.
 """
 
 import dataclasses
@@ -159,7 +160,10 @@ class TrainParams:
         return torch.autocast(device.type, torch_dtype(precision), enabled=precision != "fp32")
 
     def state_key(self, seed: int) -> str:
-        """Return the name of the folder of a seed's state; by the hash of its params, no run continues another."""
+        """Return the name of the folder of a seed's state; by the hash of its params, no run continues another.
+
+        `repro.graph` looks for the beginning `seed_`: with another, `repro status` would show no interrupted run.
+        """
         return f"seed_{seed}-{params_hash(self.with_seed(seed))}"
 
     def with_seed(self, seed: int) -> Self:
@@ -169,7 +173,8 @@ class TrainParams:
     def with_epochs(self, epochs: int) -> Self:
         """Return the same training over another number of epochs.
 
-        Milestones and a cosine's warm-up steps are scaled in proportion, and later snapshots are dropped.
+        Milestones and a cosine's warm-up steps are scaled in proportion, and later snapshots are dropped. Warm-up
+        epochs stay, and so do the warm-up steps of other schedules.
         """
         milestones = tuple(max(1, round(milestone * epochs / self.epochs)) for milestone in self.optim.milestones)
         optim = dataclasses.replace(self.optim, milestones=milestones)

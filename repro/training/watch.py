@@ -173,7 +173,8 @@ class Watch:
 
         They are `throughput_img_per_s` (over all ranks), `data_wait_percent`, `skip_rate_percent`, `skipped_steps`,
         `peak_memory_mib`, and `mfu_percent` where the peak is known. They differ from run to run (the counts, where a
-        run was resumed), and therefore belong in run.json and not among the metrics.
+        run was resumed), and are therefore no metrics: `runs.cells.record_speed` writes those of GPUs into a record of
+        speed, in which `repro plan` finds the throughput and the memory by these names.
         """
         total = self._run + self._window
         found = self._rates(total)

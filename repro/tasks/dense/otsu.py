@@ -57,7 +57,11 @@ class OtsuBaseline:
         }
 
     def label_map(self, image: Tensor, background: int) -> Tensor:
-        """Predict the class of each pixel of an image, uint8 (3, H, W), as (H, W) int64."""
+        """Predict the class of each pixel of an image, uint8 (3, H, W), as (H, W) int64.
+
+        Classes are numbered as in the examples, from 1 on where `read_examples` gave them; `background` is the value of
+        pixels outside of objects.
+        """
         found = self.detect(image)
         labels = torch.full(image.shape[1:], background)
         for mask, label in zip(found["masks"], found["labels"], strict=True):

@@ -92,7 +92,10 @@ def fill(model: nn.Module, path: Path, name: str) -> Mapping[str, str]:
 
 
 def open_judge(params: GenerateParams, classes: Sequence[str], device: torch.device) -> Judge:
-    """Open the judge of a cell; raises UserError where it cannot judge its samples."""
+    """Open the judge of a cell; raises UserError where it cannot judge its samples.
+
+    The build of its model draws random numbers, on which results depend, see `Generate.build_task`.
+    """
     if params.transform.latents is not None:
         raise UserError("judge: looks at pictures, and these are latents; judge samples with `repro generate --vae`")
     path = find_root().find(params.judge.weights)

@@ -50,7 +50,7 @@ class InputSettings:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of an input."""
+        """Channels, height and width of an input; `runs.cells.describe_speed` also reads it, by this name."""
         if self.latents is None:
             return self.channels, self.image_size, self.image_size
         side = self.image_size // self.latents.stride

@@ -286,7 +286,7 @@ def compare_tallies(drawn: Tally, real: Tally | None) -> dict[str, Any]:
 
 
 def load_script(path: Path, device: torch.device) -> Any:
-    """Load a TorchScript module in eval mode; raises UserError where the file is none."""
+    """Load an Inception or a VAE's decoder from a TorchScript file, in eval mode; raises UserError for another file."""
     try:
         # TorchScript is deprecated, but the published files use it
         with warnings.catch_warnings(action="ignore", category=FutureWarning):
@@ -296,7 +296,7 @@ def load_script(path: Path, device: torch.device) -> Any:
 
 
 def load_exported(path: Path, device: torch.device) -> Any:
-    """Load the module of a torch.export file; raises UserError where the file is none."""
+    """Load a VAE's decoder from a torch.export file; raises UserError for another file."""
     log = logging.getLogger("torch.export")
     level = log.level
     log.setLevel(logging.CRITICAL)  # else it also logs the traceback

@@ -69,6 +69,7 @@ class Generate(TaskSpec):
         preprocessing = {"input_size": [params.transform.channels, *[params.transform.image_size] * 2]}
         options = {**params.model_options, "num_classes": len(classes)}
         described = {"name": params.model, "options": options, "preprocessing": preprocessing, "classes": list(classes)}
+        # `inference.generate.open_drawer` reads these; without `sampling` it would take the defaults, without an error
         return described | {
             "task": {"name": self.name, "transform": transform, "sampling": dataclasses.asdict(params.sampling)}
         }

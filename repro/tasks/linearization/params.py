@@ -10,6 +10,8 @@ from ..classification.params import ClassifierParams
 class LinearizeParams(ClassifierParams):
     """A cell of `linearize:`; `model` and `options` are the student's, and `init` is the softmax ViT.
 
+    By the names `freeze`, `new_lr_factor` and `decay_all`, `repro.papers` tells a linearisation from other trainings.
+
     Args:
         teacher: registered name of the ViT in `init`, where its file does not name it; null for a file of this project.
         freeze: train only the parameters that are not inherited.
