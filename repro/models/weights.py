@@ -66,7 +66,8 @@ def save_weights(
         path: the file, a .safetensors.
         model: the model.
         name, options: the registered name, and the keyword arguments (JSON values) that built the model.
-        preprocessing: the evaluation transform, in timm's names: input_size, interpolation, crop_pct, mean, std.
+        preprocessing: a classifier's evaluation transform, in timm's names: input_size, interpolation, crop_pct, mean,
+            std. A dense model has the fields of its own transform, and a denoiser input_size alone.
         classes: class names in the order of the outputs.
         task: for a dense model around the backbone `name`, the task's `name` and the params that built the rest.
 
