@@ -268,7 +268,7 @@ def _claim_table(report: Report, *, are_headlines: bool) -> str:
 def list_elsewhere(report: Report) -> str:
     """Write a row per claim and group of speed rows that were measured under other conditions than the paper's.
 
-    Of claims with the same measurements, only the first is shown.
+    Of claims with the same measurements, only the first is shown. A claim stands in the first of its rows alone.
     """
     told: dict[tuple[Elsewhere, ...], str] = {}
     for claim in report.paper.ledger.claims:
@@ -276,7 +276,7 @@ def list_elsewhere(report: Report) -> str:
             if verdict.elsewhere:
                 told.setdefault(verdict.elsewhere, f"{claim.place}: {_key(claim, verdict)}{claim.says}")
     rows = [
-        [says, f"{each.group}{each.group.caveat}", each.found, each.found_fused]
+        [says if each is measured[0] else "", f"{each.group}{each.group.caveat}", each.found, each.found_fused]
         for measured, says in told.items()
         for each in measured
     ]

@@ -209,7 +209,7 @@ def _list_sweep(group: SpeedGroup, rows: Sequence[tuple[Row, Source]]) -> list[s
     # a file may have rows of one processor with several numbers of threads, which are not compared
     concluded = conclude([row for row in rows[0][1].metrics["rows"] if row["device"] == group.device])
     if compared := [each for each in concluded["compared"] if SpeedGroup.of(each, group.device) == group]:
-        header = ["size", "against", "pixels", "its multiply-adds over ours", "speed-up", "memory saved", "faster"]
+        header = ["size", "against", "pixels", "MACs, its / ours", "speed-up", "memory saved", "faster"]
         largest = "at the largest size where both ran, and at which sizes ours is faster:"
         blocks += [f"Ours against each other family {largest}", table(header, map(_compared_row, compared))]
     grown = [each for each in concluded["growth"] if SpeedGroup.of(each, group.device) == group]
