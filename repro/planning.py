@@ -201,7 +201,7 @@ def list_gpus(stages: Mapping[str, Any], paths: Paths) -> list[str]:
 
 
 def _read_results(paths: Paths, stages: Mapping[str, Any]) -> Results:
-    """Read all records, also those that the report does not show, since they have times, too."""
+    """Read all records, also of stages that are not `shown`, such as `pretrain_seeds`: they have times, too."""
     scores = {name: stage.scores for name, stage in stages.items() if stage.purpose == "graph"}
     return Results(paths, load_papers().values(), scores)
 

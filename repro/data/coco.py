@@ -203,7 +203,8 @@ def compare_categories(splits: Sequence[Instances], report: Reporter) -> None:
 def list_folders(root: Path, split: str, row: Kind) -> list[Folder]:
     """Record the image folder and the annotation file of a split.
 
-    The image folder comes first: a manifest takes the number of images from the first record.
+    The image folder comes first: a manifest takes the number of images from the first record. A record of 0 images is an
+    annotation file to `manifest.verify`. `data.cells` finds this function by its name, here and in `ade20k`.
     """
     images, annotations = find_parts(root, split)
     try:

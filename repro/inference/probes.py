@@ -1,4 +1,5 @@
-"""Probes of a trained model: the same weights with a changed inner loop, for `repro explain --probe`.
+"""Probes of a trained model: the same weights with a changed inner loop, for `repro explain --probe` and
+`repro visualize`.
 
 They follow Liu et al., "Test-Time Training with KV Binding Is Secretly Linear Attention" (sections 4.1, 4.2 and 4.4). A
 probe changes only the inner loop, in every layer and direction. Liu et al. changed the number of steps in this way too.
@@ -151,7 +152,8 @@ def change_options(options: Mapping[str, Any], probe: str) -> dict[str, Any]:
 def replace_learners(model: nn.Module, replacement: Callable[..., Tensor]) -> Iterator[None]:
     """Within the context, compute every inner loop of an ablation chain, ViT³ or LaCT by a replacement.
 
-    It is called as `replacement(learn, loop, weights, q, k, v, ...)`, where `learn` is the original. Layers are found
+    Its users only observe the loops, those of convolutions, too: the change of a probe is in the options by which the
+    model was rebuilt. The replacement is called as `replacement(learn, loop, weights, q, k, v, ...)`, where `learn` is the original. Layers are found
     by a class attribute `learn`; `InnerMixer` has none, so its loops stay as they are.
     """
     layers = [layer for layer in model.modules() if hasattr(layer, "learn")]
@@ -229,7 +231,7 @@ class ProbeParams:
 def run_probe(classifier: Classifier, tree: Tree, name: str, workers: int) -> dict[str, float]:
     """Compute `top1_percent`, `held_out_images`, `inner_loss_before` and `inner_loss_after` with a changed inner loop.
 
-    They are measured on the tree's reported split. `name` is a probe, or `UNCHANGED` for the model as it is.
+    They are measured on the tree's reported split; records keep them by these names. `name` is a probe, or `UNCHANGED` for the model as it is.
 
     Raises:
         UserError: an unknown probe, or a model without an inner learner.

@@ -36,7 +36,11 @@ class OperatorModel(nn.Module):
     grad_checkpointing = False
 
     def set_backend(self, backend: str) -> None:
-        """Set the backend of the operators in every layer; see `kernels`."""
+        """Set the backend of the operators in every layer; see `kernels`.
+
+        LaCT and Vittt's steps `plain` and `dot` also know `recurrent` and `parallel`, so a layer refuses a name only
+        when it runs.
+        """
         for layer in self._operator_layers():
             layer.backend = backend
 

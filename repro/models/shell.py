@@ -64,7 +64,7 @@ class BlockTable(nn.Module):
         self.register_load_state_dict_pre_hook(_fit_table)
 
     def resize(self, grid: Grid) -> None:
-        """Resample the table for another grid of patches."""
+        """Resample the table for another grid of patches, once instead of in every pass, as a new parameter."""
         with torch.no_grad():
             table = resample_positions(self.table, self.grid, grid)
         self.table, self.grid = nn.Parameter(table, self.table.requires_grad), grid

@@ -78,7 +78,6 @@ class InnerTraining(nn.Module):
         d = self.head_dim
         self.split_sizes = [3 * dim, 3 * d]  # q, k, v of the heads, then those of the convolution
         self.qkv = nn.Linear(dim, sum(self.split_sizes))
-        # the training of denoisers finds the inner weights by their names (`tasks.generation.task`)
         self.w1 = nn.Parameter(torch.empty(1, num_heads, d, d))
         self.w2 = nn.Parameter(torch.empty(1, num_heads, d, d))
         self.w3 = nn.Parameter(torch.empty(d, 1, 3, 3))

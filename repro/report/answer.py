@@ -1,6 +1,6 @@
 """The opening of a paper's page: its questions with verdicts, the speed against the baseline, and a picture.
 
-README.md shows parts of it. The module also writes results/pipeline.json, the time that all stages took.
+README.md shows the speed, in its block `verdict`, and the picture, but not these verdicts. The module also writes results/pipeline.json, the time that all stages took.
 """
 
 import datetime

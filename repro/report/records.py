@@ -1,4 +1,7 @@
-"""The records under results/, read once and merged across machines; a damaged record is a one-line error."""
+"""The records under results/, read once; a damaged one is a one-line error.
+
+Of an experiment that several machines scored, one record represents the others: their seeds are never joined.
+"""
 
 import dataclasses
 import statistics

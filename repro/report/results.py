@@ -349,7 +349,10 @@ class Results:
         return value
 
     def _profile(self, section: str, model: str, kind: str, key: str) -> float:
-        """Read a setting, by its key path such as `optim.lr`, of the cell that trains a model on a kind of data."""
+        """Read a setting of the cell in profiles/paper.yaml that trains a model on a kind of data, whatever is active.
+
+        `key` is its key path, such as `optim.lr`; raises `Missing` if no cell states it.
+        """
         cell, absent = self._find_cell(section, model, kind, {}), f" has no {section} cell for it"
         if cell is not None:
             absent = f": {section}.{cell} does not state {key}, so the code's default holds"

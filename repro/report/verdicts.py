@@ -170,7 +170,10 @@ def format_counts(verdicts: Iterable[Verdict]) -> str:
 
 
 def format_ours(verdict: Verdict) -> str:
-    """Return our number, or whether the statement holds for our numbers; `–` where nothing was measured."""
+    """Return our number for a page, or whether the statement holds for it; `–` where nothing was measured.
+
+    claims.csv has the number unrounded.
+    """
     ours = verdict.ours
     if ours is None:
         return "–"

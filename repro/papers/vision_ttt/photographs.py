@@ -176,7 +176,8 @@ def bound_below(values: Sequence[float], least: float = 0.0) -> float:
 def bootstrap(first: Model, second: Model) -> Interval:
     """Return the 95 % bootstrap interval of the difference in points, with seeds and images drawn with replacement.
 
-    Each draw takes the same seeds and images of both models, because they are paired.
+    Each draw takes the same seeds and images of both models, because they are paired. A pair is seen or contradicted only
+    if the interval leaves out 0, so the number of draws and their generator's seed must stay.
     """
     import numpy as np
 
